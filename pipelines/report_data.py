@@ -1,0 +1,344 @@
+"""What an evaluation found, as plain typed data: the input of figures, poster and report page.
+
+Everything here goes to JSON with `to_dict` and comes back with `from_dict`, which refuses unknown and missing fields, so that a page can be
+drawn again from the JSON that an evaluation left behind. Rates stay numerator and denominator until they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from decoding.settings import Round
+
+Kind = Literal["conditional", "prefix"]
+Origin = Literal["accepted", "bonus", "correction", "target"]
+
+METRIC_OF_KIND: dict[Kind, str] = {"conditional": "accept_cond", "prefix": "accept_prefix"}
+TRAINING_TERMS = ("loss", "ce", "tv", "confidence")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ReportError(ValueError):
+    """The data of a report contradicts itself or does not have the report's form."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`hits` out of `trials`."""
+
+    hits: float
+    trials: float
+
+    @property
+    def value(self) -> float:
+        """hits / trials, NaN where nothing was tried."""
+        return self.hits / self.trials if self.trials else math.nan
+
+    def interval(self, z: float = 1.96) -> tuple[float, float]:
+        """Wilson score interval, which takes the trials as independent. NaN where nothing was tried."""
+        if not self.trials:
+            return math.nan, math.nan
+        n, p = self.trials, self.value
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and, where known, its 95 % interval."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One drafter's (or one domain's) acceptance by position; index 0 is the first drafted token."""
+
+    label: str
+    conditional: tuple[Ratio, ...]
+    prefix: tuple[Ratio, ...]
+
+    def of(self, kind: Kind) -> tuple[Ratio, ...]:
+        """The ratios of one kind, by position."""
+        return self.conditional if kind == "conditional" else self.prefix
+
+    @classmethod
+    def from_metrics(cls, label: str, metrics: Mapping[str, Sequence[float]]) -> Acceptance:
+        """Pick `accept_cond@k` and `accept_prefix@k` (k = 1, 2, ...) out of named (numerator, denominator) pairs."""
+        by_kind: dict[Kind, tuple[Ratio, ...]] = {}
+        for kind, name in METRIC_OF_KIND.items():
+            ratios: list[Ratio] = []
+            while (pair := metrics.get(f"{name}@{len(ratios) + 1}")) is not None:
+                ratios.append(Ratio(*pair))
+            by_kind[kind] = tuple(ratios)
+        return cls(label, by_kind["conditional"], by_kind["prefix"])
+
+
+@dataclass(frozen=True)
+class DomainResult:
+    """One domain's share of the evaluation."""
+
+    domain: str
+    prompts: int
+    tokens: int
+    rounds: int
+    tau_pooled: Estimate
+    tau_per_request: Estimate
+    acceptance: Acceptance
+    wall_clock_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """One record of a training log: the loss and its terms, after `step` optimizer steps and `samples` sequences."""
+
+    step: int
+    samples: int
+    terms: dict[str, float]
+    tau_teacher_forced: float | None = None
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Wall time that one pipeline stage took in this run; `skipped` where its output was already there, unchanged."""
+
+    stage: str
+    seconds: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class SampleRound:
+    """One verification round of a sample text: what was drafted, how much of it stood, and the texts of the tokens committed."""
+
+    drafted: int
+    accepted: int
+    tokens: tuple[str, ...]
+    confidence: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.accepted <= self.drafted:
+            raise ReportError(f"a round cannot accept {self.accepted} of {self.drafted} drafted tokens")
+        if len(self.tokens) > self.accepted + 1:
+            raise ReportError(f"a round that accepted {self.accepted} commits at most {self.accepted + 1} tokens, not {len(self.tokens)}")
+        if self.confidence and len(self.confidence) != self.drafted:
+            raise ReportError(f"{len(self.confidence)} confidences for {self.drafted} drafted tokens")
+
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each committed token comes from; the last one is the target's own unless the text ended before it."""
+        own: Origin = "target" if not self.drafted else "bonus" if self.accepted == self.drafted else "correction"
+        return tuple("accepted" if slot < self.accepted else own for slot in range(len(self.tokens)))
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One generated answer: the token that the target's prefill gave, which belongs to no round, then round by round."""
+
+    domain: str
+    prompt: str
+    first: str
+    rounds: tuple[SampleRound, ...]
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens committed per verification round of this text; None where it ended before the first round."""
+        return sum(len(round_.tokens) for round_ in self.rounds) / len(self.rounds) if self.rounds else None
+
+    def origins(self) -> set[Origin]:
+        """The origins that occur in the text."""
+        return {"target", *(origin for round_ in self.rounds for origin in round_.origins())}
+
+    @classmethod
+    def from_rounds(cls, domain: str, prompt: str, pieces: Sequence[str], rounds: Iterable[Round]) -> SampleText:
+        """Cut an answer's token texts (see `token_pieces`) into the rounds that decoding recorded for it.
+
+        Raises ReportError where the rounds do not commit all tokens but the first.
+        """
+        cut, at = [], 1
+        for round_ in rounds:
+            cut.append(SampleRound(round_.drafted, round_.accepted, tuple(pieces[at : at + round_.committed]), tuple(round_.confidence)))
+            at += round_.committed
+        if at != len(pieces):
+            raise ReportError(f"one first token and the rounds make {at} tokens, the text has {len(pieces)}")
+        return cls(domain, prompt, pieces[0], tuple(cut))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall clock of the same prompts decoded plainly and with the drafter; seconds, and tokens produced in them."""
+
+    plain_seconds: float
+    plain_tokens: int
+    drafted_seconds: float
+    drafted_tokens: int
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster a token comes with the drafter than without; None where one of the two was not measured."""
+        if min(self.plain_seconds, self.plain_tokens, self.drafted_seconds, self.drafted_tokens) <= 0:
+            return None
+        return (self.drafted_tokens / self.drafted_seconds) / (self.plain_tokens / self.plain_seconds)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the decoding was run."""
+
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+    block_length: int
+    seed: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one needs to know to repeat the run. `drafter` and `versions` are shown as given, in their order."""
+
+    target: str
+    drafter: dict[str, str]
+    contract_fingerprint: str
+    machine: str
+    date: str
+    git_revision: str | None = None
+    command: str | None = None
+    versions: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """One drafter evaluated on one target. The first entry of `acceptance` is that drafter; more are drawn beside it."""
+
+    title: str
+    settings: Settings
+    facts: Facts
+    prompts: int
+    tokens: int
+    rounds: int
+    tau_pooled: Estimate
+    tau_per_request: Estimate
+    timing: Timing
+    acceptance: tuple[Acceptance, ...]
+    domains: tuple[DomainResult, ...] = ()
+    training: tuple[TrainingPoint, ...] = ()
+    stages: tuple[StageTime, ...] = ()
+    samples: tuple[SampleText, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EvaluationReport:
+        """Inverse of `to_dict`, also after a trip through JSON. Raises ReportError that names the first field that is wrong."""
+        return _build(cls, data, "report")
+
+
+def bootstrap_tau(tokens: Sequence[int], rounds: Sequence[int], resamples: int = 1000, seed: int = 0) -> tuple[Estimate, Estimate]:
+    """Accepted length with 95 % intervals from resampling whole requests, since rounds of one request are not independent.
+
+    Args:
+        tokens: [R] tokens committed in verification rounds, by request.
+        rounds: [R] verification rounds, by request; requests without a round are left out.
+
+    Returns:
+        (pooled over rounds, averaged over requests)
+    """
+    pairs = np.array([(t, n) for t, n in zip(tokens, rounds, strict=True) if n], dtype=np.float64).reshape(-1, 2)
+    if not len(pairs):
+        raise ReportError("no request had a verification round: there is no accepted length to report")
+    drawn = pairs[np.random.default_rng(seed).integers(len(pairs), size=(resamples, len(pairs)))]  # [resamples, R, 2]
+    pooled, per_request = drawn[..., 0].sum(1) / drawn[..., 1].sum(1), (drawn[..., 0] / drawn[..., 1]).mean(1)
+
+    def estimate(value: float, spread: np.ndarray) -> Estimate:
+        low, high = np.quantile(spread, [0.025, 0.975])
+        return Estimate(float(value), float(low), float(high))
+
+    return estimate(pairs[:, 0].sum() / pairs[:, 1].sum(), pooled), estimate((pairs[:, 0] / pairs[:, 1]).mean(), per_request)
+
+
+def token_pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
+    """The text each token adds, so that joining them gives the whole text.
+
+    A byte-level token may hold a part of a character only: its piece is empty, and the character goes to the token that completes it.
+
+    Args:
+        decode: the tokenizer's decode, special tokens kept where they shall be seen.
+        ids: the tokens of one answer.
+    """
+    pieces: list[str] = []
+    start = shown = 0  # decode from `start` on: enough context for the tokenizer's spacing rules, without decoding the whole text per token
+    for end in range(1, len(ids) + 1):
+        before = decode(list(ids[start:shown]))
+        text = decode(list(ids[start:end]))
+        if text.endswith(REPLACEMENT) and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        start, shown = shown, end
+    return pieces
+
+
+def training_points(records: Iterable[Mapping[str, Any]]) -> tuple[TrainingPoint, ...]:
+    """Points of a training log (`metrics.jsonl`), one record a mapping.
+
+    Taken are records with `step` and any of TRAINING_TERMS or `tau_teacher_forced`; others (resume notes, for example) are passed over.
+    """
+    points = []
+    for record in records:
+        terms = {name: float(record[name]) for name in TRAINING_TERMS if record.get(name) is not None}
+        tau = record.get("tau_teacher_forced")
+        if "step" in record and (terms or tau is not None):
+            points.append(TrainingPoint(int(record["step"]), int(record.get("samples", 0)), terms, None if tau is None else float(tau)))
+    return tuple(points)
+
+
+T = TypeVar("T")
+
+
+def _build(cls: type[T], data: Any, where: str) -> T:
+    """A dataclass from plain data, every field checked."""
+    if not isinstance(data, Mapping):
+        raise ReportError(f"{where} must be an object, not {type(data).__name__}")
+    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(set(data) - set(known)):
+        raise ReportError(f"{where} has unknown fields: {', '.join(unknown)}")
+    required = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
+    if missing := sorted(required - set(data)):
+        raise ReportError(f"{where} lacks: {', '.join(missing)}")
+    hints = get_type_hints(cls)
+    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return None if value is None and types.NoneType in arguments else _value(arguments[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ReportError(f"{where} must be a list, not {type(value).__name__}")
+        return tuple(_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ReportError(f"{where} must be an object, not {type(value).__name__}")
+        return {str(key): _value(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if is_dataclass(hint):
+        return _build(hint, value, where)  # type: ignore[arg-type]
+    number = hint is float and isinstance(value, int) and not isinstance(value, bool)
+    if not (number or isinstance(value, hint)) or (isinstance(value, bool) and hint is not bool):
+        raise ReportError(f"{where} must be {hint.__name__}, not {value!r}")
+    return float(value) if number else value
