@@ -1,0 +1,215 @@
+"""The parallel backbone of DSpark and DFlash: fuse the target's states into context, run a block of slots over it (DESIGN 5)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.attention import BlockAttention, joint_attention, plan_attention, visible_context
+from drafters.batch import TrainBatch
+from drafters.config import DrafterConfig
+from drafters.errors import DrafterError
+from drafters.norm import RMSNorm
+from drafters.precision import Linear
+from drafters.target_head import TargetHead
+
+
+class Rotary:
+    """Rotary positions, the two halves of a head rotated against each other (the Llama convention)."""
+
+    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
+        # Frequencies in float64: at position 100,000 float32 angles are off by some 0.01.
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+        angles = positions[..., None].double() * theta**-exponents
+        self.cos, self.sin = angles.cos().to(dtype)[..., None, :], angles.sin().to(dtype)[..., None, :]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., heads, head_dim] at these positions [...]."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
+
+
+class ContextCache:
+    """Per-request keys and values of the context, one pair a layer.
+
+    Attributes:
+        lengths: [B] int64, context positions held per request; the next one has position lengths[b].
+        keys, values: per layer [B, max_length, kv_heads, head_dim]; entries past a request's length are never read.
+    """
+
+    def __init__(
+        self, layers: int, batch_size: int, max_length: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (batch_size, max_length, kv_heads, head_dim)
+        self.max_length = max_length
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget positions from lengths[b] on.
+
+        Raises:
+            DrafterError: where a request holds fewer positions than that.
+        """
+        if bool((lengths > self.lengths).any()) or bool((lengths < 0).any()):
+            raise DrafterError(f"cannot truncate a context of {self.lengths.tolist()} positions to {lengths.tolist()}")
+        self.lengths = lengths.to(self.lengths)
+
+
+class Attention(nn.Module):
+    """Projections of one layer; context and block share K, V and the key norm."""
+
+    def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, bf16=bf16, dtype=dtype)
+        self.k_proj = Linear(config.hidden_size, kv_width, bf16=bf16, dtype=dtype)
+        self.v_proj = Linear(config.hidden_size, kv_width, bf16=bf16, dtype=dtype)
+        self.o_proj = Linear(width, config.hidden_size, bf16=bf16, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
+
+    def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
+        return rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))))
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        k = rotary(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))))
+        return k, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """Gated feed-forward."""
+
+    def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bf16=bf16, dtype=dtype)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bf16=bf16, dtype=dtype)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bf16=bf16, dtype=dtype)
+        self.tanh = config.activation == "gelu_tanh"
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        return self.down_proj((F.gelu(gate, approximate="tanh") if self.tanh else F.silu(gate)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm transformer layer over block slots; the context enters as keys and values only and does not pass the input norm."""
+
+    def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, bf16, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, bf16, dtype)
+
+    def forward(self, x: Tensor, rotary: Rotary, context_k: Tensor, context_v: Tensor, attend: BlockAttention) -> Tensor:
+        normed = self.input_layernorm(x)
+        block_k, block_v = self.self_attn.keys_values(normed, rotary)
+        mixed = attend(self.self_attn.queries(normed, rotary), context_k, context_v, block_k, block_v)
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    """H_ctx = RMSNorm(W_c [h^(l1); ...; h^(lm)]), then layers over [anchor, mask, ..., mask]."""
+
+    def __init__(self, config: DrafterConfig, target_head: TargetHead) -> None:
+        super().__init__()
+        dtype, bf16 = target_head.master_dtype, target_head.compute_dtype == torch.bfloat16
+        self.config = config
+        self.fc = Linear(config.captured_layers * config.hidden_size, config.hidden_size, bf16=bf16, dtype=dtype)
+        self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.layers = nn.ModuleList(DraftLayer(config, bf16, dtype) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        with torch.no_grad():
+            self.norm.weight.copy_(target_head.norm_weight())
+
+    def forward(self, batch: TrainBatch, target_head: TargetHead, backend: str) -> Tensor:
+        """Hidden states of every predicted slot, [A, g, H]; slot k predicts the token at anchor + k + 1 in either layout."""
+        slots = self.config.input_slots
+        attend = plan_attention(batch, slots, self.config.window, backend)
+        context = self.fuse(batch.context)
+        return self._run(
+            target_head,
+            batch.input_ids[batch.anchors],
+            batch.positions[batch.anchors],
+            [layer.self_attn.keys_values(context, self._rotary(batch.positions)) for layer in self._layers()],
+            attend,
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Captured states [..., L * H] -> context features [..., H]."""
+        return self.context_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def new_cache(self, batch_size: int, max_length: int) -> ContextCache:
+        """An empty ContextCache on the drafter's device and dtype."""
+        weight, config = self.fc.weight, self.config
+        return ContextCache(config.num_layers, batch_size, max_length, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+
+    @torch.no_grad()
+    def extend(self, cache: ContextCache, features: Tensor, counts: Tensor) -> None:
+        """Append the first counts[b] rows of features [B, n, L * H] to request b's context.
+
+        Raises:
+            DrafterError: shapes that disagree, or more positions than the cache was made for.
+        """
+        batch_size, n, width = features.shape
+        if batch_size != len(cache.lengths) or width != self.fc.in_features or bool((counts > n).any()):
+            raise DrafterError(
+                f"context features [{batch_size}, {n}, {width}] with counts {counts.tolist()} do not fit a cache of {len(cache.lengths)} "
+                f"requests and {self.config.captured_layers} captured layers of {self.config.hidden_size}"
+            )
+        if bool((cache.lengths + counts > cache.max_length).any()):
+            raise DrafterError(f"context of {(cache.lengths + counts).max()} positions exceeds the cache's max_length {cache.max_length}")
+        rows, columns = (torch.arange(n, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
+        places = cache.lengths[rows] + columns
+        context, rotary = self.fuse(features[rows, columns]), self._rotary(places)
+        for layer, keys, values in zip(self._layers(), cache.keys, cache.values, strict=True):
+            keys[rows, places], values[rows, places] = layer.self_attn.keys_values(context, rotary)
+        cache.lengths = cache.lengths + counts
+
+    @torch.no_grad()
+    def block(self, cache: ContextCache, anchor_tokens: Tensor, anchor_positions: Tensor, target_head: TargetHead) -> Tensor:
+        """Inference form of `forward`: one block per request, [B, g, H]; only positions before the anchor are attended to.
+
+        Raises:
+            DrafterError: where the context before an anchor is not in the cache.
+        """
+        if bool((cache.lengths < anchor_positions).any()):
+            raise DrafterError(
+                f"anchors at {anchor_positions.tolist()} need the context before them, the cache holds {cache.lengths.tolist()} positions"
+            )
+        longest = int(anchor_positions.max())
+        positions = torch.arange(longest, device=anchor_positions.device)
+        visible = visible_context(anchor_positions, positions, self.config.input_slots, self.config.window)
+
+        def attend(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
+            return joint_attention(q, context_k, context_v, block_k, block_v, visible)
+
+        context = [(keys[:, :longest], values[:, :longest]) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        return self._run(target_head, anchor_tokens, anchor_positions, context, attend)
+
+    def _run(
+        self, target_head: TargetHead, tokens: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], attend: BlockAttention
+    ) -> Tensor:
+        slots = self.config.input_slots
+        ids = tokens[:, None].repeat(1, slots)
+        ids[:, 1:] = self.config.mask_token_id
+        x = target_head.embed(ids)
+        rotary = self._rotary(positions[:, None] + torch.arange(slots, device=positions.device))
+        for layer, (context_k, context_v) in zip(self.layers, context, strict=True):
+            x = layer(x, rotary, context_k, context_v, attend)
+        # zlab's slot 0 stands on the anchor and is not trained; dropping it makes slot k predict anchor + k + 1 in both layouts.
+        return self.norm(x[:, slots - self.config.block_length :])
+
+    def _rotary(self, positions: Tensor) -> Rotary:
+        return Rotary(positions, self.config.head_dim, self.config.rope_theta, self.fc.weight.dtype)
+
+    def _layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
