@@ -1,0 +1,323 @@
+"""One small interface over a local folder, S3 (by s3fs) or any other fsspec URL.
+
+Object stores have no rename and no append, so the interface has neither: an object appears whole by `put`, or not at all.
+"""
+
+import errno
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import fsspec
+from fsspec.exceptions import FSTimeoutError
+
+from storage.errors import StorageError, StorageUnavailable
+
+R = TypeVar("R")
+Keys = list[str]  # a name of its own, since ObjectStore.list hides the built-in inside the class
+
+ATTEMPTS = 5
+FIRST_DELAY_SECONDS = 0.2
+MULTIPART_BYTES = 32 * 2**20
+"""Part size of multi-part uploads; objects below twice this size go by one PUT."""
+
+_TRANSIENT_ERRNO = {errno.EREMOTEIO, errno.EBUSY, errno.EIO, errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE}
+_REFUSED = ("AccessDenied", "Forbidden", "SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken")
+
+
+@dataclass(frozen=True)
+class StorageSettings:
+    """Where a cache or a checkpoint lies. Credentials come from the AWS environment and are never stored here.
+
+    Args:
+        root: a local folder (plain or file://), s3://bucket/prefix, or another URL that fsspec understands.
+        endpoint_url: of an S3-compatible server; None for AWS itself (or AWS_ENDPOINT_URL).
+        region: S3 region; None for the environment's.
+    """
+
+    root: str
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it is a relative path with neither empty nor dot parts; StorageError otherwise."""
+    parts = key.split("/")
+    if not key or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in parts):
+        raise StorageError(
+            f"{key!r} is not a valid object key: write a relative path such as 'shards/a.arrow', without '..' or empty parts"
+        )
+    return key
+
+
+class ObjectStore:
+    """Whole-object writes, ranged reads and listings under one root. Thread-safe and picklable (a copy connects anew).
+
+    Transient trouble (5xx, time-outs, cut connections, short reads) is retried with exponential back-off. A missing key is a
+    FileNotFoundError; refused credentials, an unreachable endpoint or an unusable folder is StorageUnavailable.
+    """
+
+    def __init__(self, settings: StorageSettings) -> None:
+        if not settings.root:
+            raise StorageError("the storage root is empty: give a folder or a URL such as s3://bucket/prefix")
+        self.settings = settings
+        protocol, separator, rest = settings.root.partition("://")
+        self._local: Path | None = None
+        if not separator or protocol == "file":
+            self._local = Path(rest if separator else settings.root).expanduser().absolute()
+        self._protocol = protocol if separator else "file"
+        self._prefix = rest.rstrip("/")
+        if self._protocol == "s3" and not self._prefix.partition("/")[0]:
+            raise StorageError(f"{settings.root!r} names no bucket: write s3://bucket/prefix")
+        self._connection: Any = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type["ObjectStore"], tuple[StorageSettings]]:
+        return ObjectStore, (self.settings,)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.settings.root!r})"
+
+    def child(self, prefix: str) -> "ObjectStore":
+        """The store rooted at `prefix` below this one."""
+        root = self.settings.root.rstrip("/") or "/"
+        return ObjectStore(replace(self.settings, root=f"{root.rstrip('/')}/{check_key(prefix)}"))
+
+    def url(self, key: str) -> str:
+        """Where `key` lies, for people and messages."""
+        return f"{self.settings.root.rstrip('/')}/{key}"
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Publish one object whole, replacing an older one; an exception publishes nothing.
+
+        Local: temporary file, fsync, os.replace. S3: one PUT, or a multi-part upload that is aborted on failure; the size is read back.
+        """
+        check_key(key)
+        if self._local is not None:
+            self._put_local(self._local / key, data)
+            return
+        body = data if isinstance(data, bytes) else bytes(data)
+        options = {"chunksize": MULTIPART_BYTES} if self._protocol == "s3" else {}
+
+        def upload() -> None:
+            self._filesystem().pipe_file(self._path(key), body, **options)
+            written = int(self._filesystem().info(self._path(key))["size"])
+            if written != len(body):
+                raise ConnectionError(f"{written} of {len(body)} bytes arrived")
+
+        try:
+            self._retry("write", key, upload)
+        except FileNotFoundError as error:
+            raise StorageUnavailable(f"cannot write {self.url(key)}: its bucket does not exist; create it or correct the root") from error
+
+    def get(self, key: str) -> bytes:
+        """The whole object; FileNotFoundError where there is none."""
+        check_key(key)
+        if self._local is not None:
+            return self._read_local(key, 0, -1)
+        options = {"max_concurrency": 1} if self._protocol == "s3" else {}  # s3fs's concurrent form leaves zeros where a part is short
+        return self._retry("read", key, lambda: self._filesystem().cat_file(self._path(key), **options))
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length) of an object; fewer only where the object itself ends before.
+
+        Raises:
+            FileNotFoundError: no such object.
+            StorageUnavailable: the store failed, or kept answering short, after all attempts.
+        """
+        check_key(key)
+        if offset < 0 or length < 0:
+            raise StorageError(f"cannot read {length} bytes at offset {offset} of {self.url(key)}: both must not be negative")
+        if length == 0:
+            return b""
+        if self._local is not None:
+            return self._read_local(key, offset, length)
+
+        def read() -> bytes:
+            try:
+                data: bytes = self._filesystem().cat_file(self._path(key), start=offset, end=offset + length)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.size(key) <= offset:  # 416: the range starts behind the end
+                    return b""
+                raise
+            if len(data) < length and len(data) < self.size(key) - offset:
+                raise ConnectionError(f"short read: {len(data)} of {length} bytes at offset {offset}")
+            return data
+
+        return self._retry("read", key, read)
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object of this name (folders do not count)."""
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, key: str) -> int:
+        """Bytes of an object; FileNotFoundError where there is none."""
+        check_key(key)
+        if self._local is not None:
+            path = self._local / key
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no {self.url(key)}")
+            return path.stat().st_size
+        info = self._retry("look at", key, lambda: self._filesystem().info(self._path(key)))
+        if info["type"] != "file":
+            raise FileNotFoundError(f"there is no {self.url(key)}")
+        return int(info["size"])
+
+    def list(self, prefix: str = "") -> Keys:
+        """All keys that begin with `prefix` (a plain string prefix: give 'commits/' for a folder), sorted. Never cached."""
+        folder, _, name = prefix.rpartition("/")
+        if folder:
+            check_key(folder)
+        if self._local is not None:
+            base = self._local / folder if folder else self._local
+            found = [str((Path(top) / file).relative_to(self._local)) for top, _, files in os.walk(base) for file in files]
+        else:
+            path = self._path(folder) if folder else self._prefix
+            options = {"prefix": name} if self._protocol == "s3" and name else {}
+            skip = len(self._prefix) + 1
+            found = [entry[skip:] for entry in self._retry("list", prefix, lambda: self._listing(path, options))]
+        return sorted(key for key in found if key.startswith(prefix) and not key.rpartition("/")[2].startswith("."))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is already gone is fine."""
+        check_key(key)
+        if self._local is not None:
+            (self._local / key).unlink(missing_ok=True)
+            return
+        try:
+            self._retry("delete", key, lambda: self._filesystem().rm_file(self._path(key)))
+        except FileNotFoundError:
+            return
+
+    def check_writable(self) -> None:
+        """Write and delete a small probe, so that a long job finds out before it starts; StorageUnavailable if it cannot."""
+        key = f".probe-{secrets.token_hex(6)}"
+        self.put(key, b"probe")
+        self.delete(key)
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _listing(self, path: str, options: dict[str, Any]) -> Keys:
+        try:
+            return [entry.lstrip("/") if self._protocol == "memory" else entry for entry in self._filesystem().find(path, **options)]
+        except FileNotFoundError:
+            return []
+
+    def _filesystem(self) -> Any:
+        with self._lock:
+            if self._connection is None:
+                self._connection = _connect(self._protocol, self.settings)
+            return self._connection
+
+    def _retry(self, verb: str, key: str, action: Callable[[], R]) -> R:
+        """Run `action`, repeating it on transient trouble; turn what remains into the errors that this class promises."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return action()
+            except (FileNotFoundError, StorageError):
+                raise
+            except Exception as error:
+                if attempt + 1 == ATTEMPTS or not _transient(error):
+                    self._give_up(verb, key, error)
+            time.sleep(FIRST_DELAY_SECONDS * 2**attempt * (1 + random.random() / 4))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _give_up(self, verb: str, key: str, error: Exception) -> NoReturn:
+        where = f"cannot {verb} {self.url(key)}" + (f" at {self.settings.endpoint_url}" if self.settings.endpoint_url else "")
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, PermissionError) or any(code in str(error) for code in _REFUSED):
+            advice = "these credentials are refused or lack the permission; check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        elif "credential" in type(error).__name__.lower():
+            advice = "no S3 credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
+        elif _transient(error):
+            advice = f"the store did not answer properly in {ATTEMPTS} attempts; check that the endpoint is right and reachable"
+        else:
+            advice = "check the root, its bucket and the endpoint"
+        raise StorageUnavailable(f"{where}: {advice} ({detail})") from error
+
+    def _put_local(self, path: Path, data: bytes | bytearray | memoryview) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageUnavailable(f"cannot write {path}: {error.strerror or error}; check folder, permissions and disk space") from error
+
+    def _read_local(self, key: str, offset: int, length: int) -> bytes:
+        path = Path(str(self._local)) / key
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                return file.read(length)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise FileNotFoundError(f"there is no {self.url(key)}") from None
+        except OSError as error:
+            raise StorageUnavailable(f"cannot read {path}: {error.strerror or error}; check the disk and the permissions") from error
+
+
+def _connect(protocol: str, settings: StorageSettings) -> Any:
+    if protocol != "s3":
+        filesystem, _ = fsspec.url_to_fs(settings.root)
+        return filesystem
+    client: dict[str, Any] = {"endpoint_url": settings.endpoint_url} if settings.endpoint_url else {}
+    if settings.region:
+        client["region_name"] = settings.region
+    filesystem = fsspec.filesystem(
+        "s3",
+        client_kwargs=client,
+        config_kwargs={
+            # Newer botocore verifies checksums that several S3 servers do not give on ranged reads.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            # One place repeats requests: ObjectStore._retry.
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "connect_timeout": 10,
+            "read_timeout": 60,
+            "max_pool_connections": 64,
+        },
+        use_listings_cache=False,  # a cached listing never learns of a new key
+        skip_instance_cache=True,  # a shared instance would keep another store's credentials, and does not survive a fork
+    )
+    filesystem.retries = 1
+    return filesystem
+
+
+def _transient(error: BaseException) -> bool:
+    """Whether trying again may help: 5xx, throttling, time-outs, cut connections."""
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return False
+    if isinstance(error, TimeoutError | ConnectionError | FSTimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return True
+    # botocore and aiohttp are optional parts of fsspec, so their errors are known here by module and family name.
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(
+        names
+        & {
+            "HTTPClientError",
+            "ConnectionError",
+            "ClientPayloadError",
+            "ClientConnectionError",
+            "IncompleteReadError",
+            "ResponseParserError",
+        }
+    )
