@@ -1,0 +1,263 @@
+"""Lossless batched speculative decoding; plain decoding is the same loop without a drafter."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import DecodingError
+from decoding.propose import DraftBlock, propose, select_rows
+from decoding.sampling import Draw, RandomStreams, sample, to_probs
+from decoding.settings import Generation, Round, SamplingSettings, Seconds
+from decoding.target import TransformersTarget
+from decoding.verify import Verdict, verify_greedy, verify_sampled
+from drafters.drafter import Drafter
+
+PREFILL_TOKENS = 4096
+"""Padded prompt tokens in one prefill pass, so that masks and features stay small however long the prompts are."""
+
+
+@torch.inference_mode()
+def speculative_decode(
+    target: TransformersTarget,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    request_ids: Sequence[int] | None = None,
+    batch_size: int = 32,
+) -> list[Generation]:
+    """Continue prompts with the target's own distribution, drafting ahead where there is a drafter.
+
+    Args:
+        target: with the drafter's captured layers.
+        drafter: None decodes plainly, one token a round.
+        prompts: token ids, none empty; of any lengths.
+        settings: for all requests.
+        request_ids: what the random draws of each request are keyed by, beside the seed. Give stable ids where prompts are sharded or
+            batched in changing ways, and a request's output stays the same; default: the index in `prompts`.
+        batch_size: requests decoded together at most.
+
+    Returns:
+        One generation per prompt, in order.
+
+    Raises:
+        DecodingError: for empty prompts, ids outside the vocabulary, requests longer than the model's window, or a drafter of another
+            target.
+    """
+    ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
+    _check(target, drafter, prompts, settings, ids)
+    if batch_size < 1:
+        raise DecodingError(f"batch_size={batch_size} decodes nothing. Use at least 1.")
+    generations: list[Generation] = []
+    for start in range(0, len(prompts), batch_size):
+        part = slice(start, start + batch_size)
+        generations += _Batch(target, drafter, prompts[part], settings, ids[part]).run()
+    return generations
+
+
+class _Batch:
+    """Requests decoded together. Slot b of every tensor is request `requests[b]`; slots close up as requests finish."""
+
+    def __init__(
+        self,
+        target: TransformersTarget,
+        drafter: Drafter | None,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        ids: Sequence[int],
+    ) -> None:
+        count, block = len(prompts), drafter.config.block_length if drafter else 0
+        room = max(len(prompt) for prompt in prompts) + settings.max_new_tokens + block
+        self.target, self.drafter, self.settings, self.prompts = target, drafter, settings, prompts
+        self.device, self.block = target.device, block
+        self.cache = target.new_cache(count, room)
+        self.context = drafter.new_cache(count, room) if drafter else None
+        self.streams = RandomStreams(settings.seed, ids, self.device)
+        self.stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64, device=self.device)
+        self.output = torch.zeros(count, settings.max_new_tokens + block + 1, dtype=torch.int64, device=self.device)
+        self.anchor = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self.produced = torch.zeros(count, dtype=torch.int64, device=self.device)
+        # The host's side: who sits in which slot, how many tokens each may still get, and what happened.
+        self.requests = np.arange(count)
+        self.remaining = np.full(count, settings.max_new_tokens)
+        self.seconds = np.zeros((count, 4))  # prefill, draft, verify, total
+        self.log: list[tuple[np.ndarray, np.ndarray, Tensor | None]] = []  # requests, [B, 3] drafted/accepted/committed, confidence
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.stopped = np.zeros(count, dtype=bool)
+
+    def run(self) -> list[Generation]:
+        start = self._now()
+        self._prefill()
+        self.seconds[:, [0, 3]] += (self._now() - start) / len(self.prompts)
+        while len(self.requests):
+            self._round()
+        rounds = self._rounds()
+        return [
+            Generation(tokens, rounds[i], "stop" if self.stopped[i] else "length", Seconds(*self.seconds[i].tolist()))
+            for i, tokens in enumerate(self.tokens)
+        ]
+
+    def _prefill(self) -> None:
+        """Run the prompts through target and drafter context, and draw each request's first token."""
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts], device=self.device)
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in self.prompts], batch_first=True).to(self.device)
+        step = max(1, PREFILL_TOKENS // len(self.prompts))
+        last = torch.zeros((), device=self.device)
+        for begin in range(0, padded.shape[1], step):
+            chunk = padded[:, begin : begin + step]
+            counts = (lengths - begin).clamp(0, chunk.shape[1])
+            states = self.target.forward(self.cache, chunk, counts, capture=self.drafter is not None)
+            self._extend(states.features, counts)
+            hidden = states.hidden[torch.arange(len(counts), device=self.device), (counts - 1).clamp(min=0)]
+            last = torch.where((lengths > begin)[:, None], hidden, last)  # in the end, that of each prompt's last piece
+        logits = self.target.logits(last)
+        if self.settings.greedy:
+            first = logits.argmax(-1)
+        else:
+            first = sample(to_probs(logits, self.settings.temperature), self.streams.uniform(Draw.FINAL, 1)[:, 0])
+        self.anchor = first
+        self.output[:, 0] = first
+        self.produced += 1
+        self.remaining -= 1
+        stopped = torch.isin(first, self.stop_ids).cpu().numpy()
+        self._leave(stopped, stopped | (self.remaining == 0))
+
+    def _round(self) -> None:
+        """Draft, verify, commit."""
+        start = self._now()
+        self.streams.next_round()
+        requests = self.requests
+        # A request that may still get m tokens has m - 1 drafts verified at most: the round's last token is the target's own.
+        width = min(self.block, int(self.remaining.max()) - 1)
+        drafted = np.minimum(self.remaining - 1, width)
+        counts = torch.from_numpy(drafted).to(self.device)
+        block = self._propose(width)
+        drafted_at = self._now()
+
+        positions = self.cache.lengths
+        tokens = self.anchor[:, None] if block is None else torch.cat([self.anchor[:, None], block.tokens], dim=1)
+        states = self.target.forward(self.cache, tokens, counts + 1, capture=self.drafter is not None)
+        columns = torch.arange(width + 1, device=self.device)
+        uniform = int(drafted.min()) == width
+        hidden = states.hidden.flatten(0, 1) if uniform else states.hidden[columns <= counts[:, None]]
+        verdict = self._verify(block, counts, self.target.logits(hidden))
+
+        # [B, w + 1] the round's tokens: accepted drafts, then the target's own; cut after the first stop token.
+        emitted = tokens.roll(-1, dims=1).scatter(1, verdict.accepted[:, None], verdict.token[:, None])
+        stops = torch.isin(emitted, self.stop_ids) & (columns <= verdict.accepted[:, None])
+        committed = torch.where(stops.any(1), stops.int().argmax(1), verdict.accepted) + 1
+        self.output.scatter_(1, self.produced[:, None] + columns, emitted)
+        self.produced += committed
+        self.cache.truncate(positions + committed)
+        self.anchor = verdict.token
+        report = torch.stack([torch.minimum(verdict.accepted, committed), committed, stops.any(1).long()]).cpu().numpy()
+        verified_at = self._now()
+
+        accepted, kept, stopped = report[0], report[1], report[2].astype(bool)
+        self.log.append((requests, np.stack([drafted, accepted, kept], axis=1), None if block is None else block.confidence))
+        self.remaining = self.remaining - kept
+        stay = self._leave(stopped, stopped | (self.remaining == 0))
+        closed_at = self._now()
+        if stay is not None and states.features is not None:
+            self._extend(states.features[stay], committed[stay])
+        elif stay is None:
+            self._extend(states.features, committed)
+        end = self._now()
+        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - drafted_at, end - start])
+        self.seconds[requests] += spent / len(requests)
+
+    def _propose(self, width: int) -> DraftBlock | None:
+        if self.drafter is None or self.context is None or width == 0:
+            return None
+        return propose(self.drafter, self.context, self.anchor, self.cache.lengths, width, self.settings.temperature, self.streams)
+
+    def _verify(self, block: DraftBlock | None, counts: Tensor, logits: Tensor) -> Verdict:
+        if self.settings.greedy:
+            drafts = torch.empty(len(counts), 0, dtype=torch.int64, device=self.device) if block is None else block.tokens
+            return verify_greedy(drafts, counts, logits.argmax(-1))
+        probs = to_probs(logits, self.settings.temperature)
+        final = self.streams.uniform(Draw.FINAL, 1)[:, 0]
+        if block is None or block.probs is None:
+            return Verdict(counts, sample(probs, final))
+        return verify_sampled(block.tokens, counts, block.probs, probs, self.streams.uniform(Draw.ACCEPT, block.tokens.shape[1]), final)
+
+    def _extend(self, features: Tensor | None, counts: Tensor) -> None:
+        """Append newly committed positions to the drafter's context; the anchor itself has not been through the target yet."""
+        if self.drafter is not None and self.context is not None and features is not None and len(counts):
+            self.drafter.extend_context(self.context, features, counts)
+
+    def _leave(self, stopped: np.ndarray, finished: np.ndarray) -> Tensor | None:
+        """Take finished requests out of the batch.
+
+        Returns:
+            The old slots of the requests that stay, in their new order; None where nobody left.
+        """
+        if not finished.any():
+            return None
+        gone = np.flatnonzero(finished)
+        lengths = self.produced.tolist()
+        for slot in gone:
+            self.tokens[self.requests[slot]] = self.output[slot, : lengths[slot]].tolist()
+        self.stopped[self.requests[stopped]] = True
+        # Those in the last slots move into the freed ones, so that few rows of the caches are copied.
+        room = len(finished) - len(gone)
+        order = np.arange(room)
+        order[finished[:room]] = room + np.flatnonzero(~finished[room:])
+        stay = torch.from_numpy(order).to(self.device)
+        self.requests, self.remaining = self.requests[order], self.remaining[order]
+        self.anchor, self.produced, self.output = self.anchor[stay], self.produced[stay], self.output[stay]
+        self.streams.select(stay)
+        if room:
+            self.cache.select(order.tolist())
+            if self.context is not None:
+                select_rows(self.context, order.tolist())
+        return stay
+
+    def _rounds(self) -> list[list[Round]]:
+        """Sort the log by request."""
+        rounds: list[list[Round]] = [[] for _ in self.prompts]
+        for requests, numbers, confidence in self.log:
+            values = [] if confidence is None else confidence.tolist()
+            for slot, (request, (drafted, accepted, committed)) in enumerate(zip(requests.tolist(), numbers.tolist(), strict=True)):
+                rounds[request].append(Round(drafted, accepted, committed, tuple(values[slot][:drafted]) if values else ()))
+        return rounds
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _check(
+    target: TransformersTarget,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    ids: Sequence[int],
+) -> None:
+    if len(ids) != len(prompts):
+        raise DecodingError(f"{len(ids)} request ids were given for {len(prompts)} prompts.")
+    if drafter is not None:
+        _check_drafter(target, drafter)
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise DecodingError(f"Prompt {index} is empty. A request needs at least one token.")
+        if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+            raise DecodingError(f"Prompt {index} has token ids outside 0..{target.vocab_size - 1}: it was made with another tokenizer.")
+        if len(prompt) + settings.max_new_tokens > target.max_positions:
+            raise DecodingError(
+                f"Prompt {index} has {len(prompt)} tokens; with max_new_tokens={settings.max_new_tokens} it exceeds the target's "
+                f"{target.max_positions} positions. Lower max_new_tokens or drop the prompt."
+            )
+
+
+def _check_drafter(target: TransformersTarget, drafter: Drafter) -> None:
+    ours = {"hidden_size": target.config.hidden_size, "vocab_size": target.vocab_size, "captured_layers": len(target.layer_ids)}
+    for name, own in ours.items():
+        theirs = getattr(drafter.config, name)
+        if own != theirs:
+            raise DecodingError(
+                f"The drafter was made for {name}={theirs}, the target has {own}. Use the target that the drafter was trained on."
+            )

@@ -1,0 +1,98 @@
+"""Draft a block of tokens for every request of a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding.sampling import Draw, RandomStreams, sample, to_probs
+from drafters.backbone import ContextCache
+from drafters.drafter import Drafter
+from drafters.heads import SequentialHead
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Draft tokens for the slots after each request's anchor.
+
+    Attributes:
+        tokens: [B, w] int64.
+        probs: [B, w, V] the distributions they were drawn from; None at temperature 0.
+        confidence: [B, w] float64, c_k in (0, 1); None without a confidence head.
+    """
+
+    tokens: Tensor
+    probs: Tensor | None
+    confidence: Tensor | None
+
+
+@torch.inference_mode()
+def propose(
+    drafter: Drafter,
+    cache: ContextCache,
+    anchor_tokens: Tensor,
+    anchor_positions: Tensor,
+    width: int,
+    temperature: float,
+    streams: RandomStreams,
+) -> DraftBlock:
+    """Draft `width` tokens after every request's anchor: one backbone pass, then slot by slot through the sequential head, if any.
+
+    Args:
+        drafter: slot k predicts the token at anchor + k + 1.
+        cache: holds the context features of the positions before each anchor.
+        anchor_tokens: [B] int64, each request's last committed token.
+        anchor_positions: [B] int64, its position.
+        width: slots to draft, at most the drafter's block length.
+        temperature: 0 drafts the likeliest tokens.
+        streams: random numbers of each request's present round.
+    """
+    hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions)[:, :width]
+    logits = drafter.base_logits(hidden)
+    uniforms = streams.uniform(Draw.DRAFT, width) if temperature else None
+    if drafter.head is None:
+        tokens, probs = _choose(logits, temperature, uniforms)
+    else:
+        tokens, probs = _choose_in_sequence(drafter.head, hidden, logits, anchor_tokens, temperature, uniforms)
+    confidence = None
+    if drafter.confidence is not None:
+        previous = torch.cat([anchor_tokens[:, None], tokens[:, :-1]], dim=1)
+        confidence = torch.sigmoid(drafter.confidence_logit(hidden, previous).double())
+    return DraftBlock(tokens, probs, confidence)
+
+
+def _choose(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Choose one token per row of [..., V] logits, and say from which distribution (none where greedy)."""
+    if uniforms is None:
+        return logits.argmax(-1), None
+    probs = to_probs(logits, temperature)
+    return sample(probs, uniforms), probs
+
+
+def _choose_in_sequence(
+    head: SequentialHead, hidden: Tensor, logits: Tensor, anchor_tokens: Tensor, temperature: float, uniforms: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Choose slot by slot, each slot's logits biased by the token just chosen (the anchor for the first)."""
+    tokens, probs = [], []
+    previous, state = anchor_tokens, head.begin(len(anchor_tokens))
+    for slot in range(hidden.shape[1]):
+        latent, state = head.step(hidden[:, slot], previous, state)
+        biased = logits[:, slot] + head.bias(latent)
+        previous, distribution = _choose(biased, temperature, None if uniforms is None else uniforms[:, slot])
+        tokens.append(previous)
+        probs.append(distribution)
+    return torch.stack(tokens, dim=1), None if uniforms is None else torch.stack([p for p in probs if p is not None], dim=1)
+
+
+@torch.inference_mode()
+def select_rows(cache: ContextCache, rows: Sequence[int]) -> None:
+    """Keep the given batch rows of a drafter's context, in that order. Only rows whose place changes are copied."""
+    goal = [new for new, old in enumerate(rows) if old != new]
+    source = [rows[new] for new in goal]
+    for planes in (cache.keys, cache.values):
+        for layer, plane in enumerate(planes):
+            if goal:
+                plane[goal] = plane[source]
+            planes[layer] = plane[: len(rows)]
+    cache.lengths = cache.lengths[list(rows)]

@@ -1,0 +1,127 @@
+"""Tiny targets and drafters for the decoding tests, and plain Hugging Face decoding as the reference."""
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = ["llama", "qwen3", "gemma3"]
+LAYERS = (-1, 0, 2)
+VOCAB = 53
+PROMPTS = [[7, 3, 9, 1], [5], [11, 2, 2, 40, 8, 19, 33, 6, 21], [30, 31], [4, 4, 17, 29, 50, 12]]
+
+
+@lru_cache
+def tiny_model(family: str, vocab: int = VOCAB, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> PreTrainedModel:
+    """A random model of the family; wide initial weights, so that its greedy text does not settle on one token."""
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(5)
+    if family == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:  # a window shorter than the text, and a softcap
+        kinds = ["sliding_attention", "full_attention"] * 2
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(**shape, query_pre_attn_scalar=8, sliding_window=5, layer_types=kinds, final_logit_softcapping=20.0)
+        )
+    return model.to(dtype).eval()
+
+
+@lru_cache
+def greedy_reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    """Plain greedy continuation by Hugging Face, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    out = tiny_model(family).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+class ScriptCache:
+    """Which request sits in which row, kept where a drafter keeps its keys, and the features it was given."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64)
+        self.keys: list[Tensor] = [torch.arange(batch_size)]
+        self.values: list[Tensor] = []
+        self.features: list[list[Tensor]] = [[] for _ in range(batch_size)]
+
+    @property
+    def requests(self) -> list[int]:
+        return self.keys[0].tolist()
+
+
+class ScriptedDrafter:
+    """Drafts what a function of (request, position) says, with the given certainty; no head, no confidence unless asked for."""
+
+    def __init__(self, script, block_length: int = 4, vocab: int = VOCAB, confidence: bool = False, sharpness: float = 6.0) -> None:
+        self.script, self.vocab, self.sharpness = script, vocab, sharpness
+        self.config = SimpleNamespace(block_length=block_length, hidden_size=32, vocab_size=vocab, captured_layers=len(LAYERS))
+        self.head = None
+        self.confidence = object() if confidence else None
+        self.caches: list[ScriptCache] = []
+
+    def new_cache(self, batch_size: int, max_length: int) -> ScriptCache:
+        self.caches.append(ScriptCache(batch_size))
+        return self.caches[-1]
+
+    def extend_context(self, cache: ScriptCache, features: Tensor, counts: Tensor) -> None:
+        for row, count in enumerate(counts.tolist()):
+            cache.features[cache.requests[row]].append(features[row, :count].clone())
+        cache.lengths = cache.lengths + counts
+
+    def block_hidden(self, cache: ScriptCache, anchor_tokens: Tensor, anchor_positions: Tensor) -> Tensor:
+        # The context holds exactly the positions before the anchor.
+        assert cache.lengths.tolist() == anchor_positions.tolist()
+        tokens = [
+            [self.script(request, position + 1 + k) for k in range(self.config.block_length)]
+            for request, position in zip(cache.requests, anchor_positions.tolist(), strict=True)
+        ]
+        return torch.nn.functional.one_hot(torch.tensor(tokens), self.vocab).double()
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        return self.sharpness * hidden
+
+    def confidence_logit(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        return previous.double() / 10
+
+
+def chi_square_p(observed: Tensor, probabilities: Tensor) -> float:
+    """P-value of Pearson's test; cells that expect fewer than 5 are put together."""
+    expected = probabilities.double().flatten() * observed.sum()
+    observed = observed.double().flatten()
+    small = expected < 5
+    if small.any():
+        observed = torch.cat([observed[~small], observed[small].sum()[None]])
+        expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    keep = expected > 0
+    if (observed[~keep] > 0).any():
+        return 0.0
+    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
+    return float(torch.special.gammaincc((keep.sum() - 1).double() / 2, statistic / 2))
