@@ -113,6 +113,17 @@ class Conversation:
             rounds[-1].append(message)
         return tuple(tuple(r) for r in rounds)
 
+    def to_row(self) -> dict[str, Any]:
+        """Plain data that `corpus.rows.parse_row` turns back into this conversation, its id included."""
+        row: dict[str, Any] = {"id": self.id, "source": self.source, "domain": self.domain}
+        if all(m.role == "user" for m in self.messages):
+            row["turns"] = [m.content for m in self.messages]
+        else:
+            row["messages"] = [m.for_template() for m in self.messages]
+        if self.tools:
+            row["tools"] = [json.loads(tool) for tool in self.tools]
+        return row
+
 
 def normalize_text(text: str) -> str:
     """Windows and old Mac line ends become newlines; blank lines at the start and whitespace at the end go.

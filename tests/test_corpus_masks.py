@@ -1,0 +1,193 @@
+"""Masks of conversations that bring their own answers: by hand for each template family, and as properties."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from corpus_templates import FAMILIES, Family, relaxed, save_target, target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from corpus.conversation import Conversation, Message, ToolCall
+from corpus.errors import CorpusError, MaskRefused
+from corpus.masks import mask_conversation, mask_conversations
+from corpus.show import CONTROL_STYLE, SUPERVISED_STYLE, row_text, show_rows
+from corpus.template import ChatTemplate
+
+
+def talk(*turns: str | Message) -> Conversation:
+    """Texts alternate between user and assistant."""
+    messages = [t if isinstance(t, Message) else Message(("user", "assistant")[i % 2], t) for i, t in enumerate(turns)]
+    return Conversation(tuple(messages), "src", "chat")
+
+
+def supervised(template: ChatTemplate, conversation: Conversation, **options) -> list[str]:
+    row = mask_conversation(conversation, template, **options)
+    return [template.decode(row.input_ids[a:b]) for a, b in row.spans]
+
+
+def refusal(template: ChatTemplate, conversation: Conversation, **options) -> str:
+    with pytest.raises(MaskRefused) as refused:
+        mask_conversation(conversation, template, **options)
+    return refused.value.reason
+
+
+TURN_END = {"chatml": "<|im_end|>", "smollm2": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_single_turn_supervises_answer_and_stop_token(family):
+    template = target(family)
+    conversation = talk("What is 6 x 7?", "It is 42.")
+    assert supervised(template, conversation) == ["It is 42." + TURN_END[family]]
+    row = mask_conversation(conversation, template)
+    start, stop = row.spans[0]
+    assert stop == len(row.input_ids)
+    assert row.input_ids[:start].tolist() == template.prompt_ids(conversation.messages[:1])
+
+
+@pytest.mark.parametrize("family", ["chatml", "smollm2", "llama3", "gemma"])
+def test_multi_turn_supervises_every_answer_of_stable_templates(family):
+    end = TURN_END[family]
+    assert supervised(target(family), talk("a", "One.", "b", "Two\nlines.", "c")) == ["One." + end, "Two\nlines." + end]
+
+
+def test_system_start_and_trailing_question_are_not_supervised():
+    conversation = talk(Message("system", "S"), Message("user", "Q"), Message("assistant", "A"), Message("user", "left over"))
+    row = mask_conversation(conversation, target("chatml"))
+    assert (
+        target("chatml").decode(row.input_ids)
+        == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>"
+    )
+
+
+def test_qwen3_drops_the_thought_block_of_earlier_turns():
+    template, conversation = target("qwen3"), talk("a", "One.", "b", "Two.")
+    assert refusal(template, conversation) == "not_prefix_stable"
+    assert supervised(template, conversation, policy="last_turn") == ["Two.<|im_end|>"]
+    row = mask_conversation(conversation, template, policy="last_turn")
+    assert row.input_ids[: row.spans[0][0]].tolist() == template.prompt_ids(conversation.messages[:3])
+
+
+def test_qwen3_thinking():
+    template = target("qwen3")
+    thought = talk(Message("user", "Q"), Message("assistant", "A", reasoning="Let me see."))
+    inline = talk("Q", "<think>\nLet me see.\n</think>\n\nA")
+    for conversation in (thought, inline):
+        assert supervised(template, conversation, enable_thinking=True) == ["<think>\nLet me see.\n</think>\n\nA<|im_end|>"]
+        assert refusal(template, conversation) == "not_prefix_stable"  # the prompt closes the thought, the answer brings one
+    assert refusal(template, talk("Q", "A"), enable_thinking=True) == "empty_think_block"
+
+
+def test_reasoning_that_the_template_drops_is_refused():
+    conversation = talk(Message("user", "Q"), Message("assistant", "A", reasoning="Let me see."))
+    assert refusal(target("chatml"), conversation) == "answer_changed"
+
+
+def test_tool_call_and_answer_after_the_result():
+    call = Message("assistant", "", tool_calls=(ToolCall("f", '{"a":1}'),))
+    to_call = talk(Message("user", "Q"), call)
+    expected = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert supervised(target("qwen3"), to_call) == [expected]
+    whole = talk(Message("user", "Q"), call, Message("tool", "4"), Message("assistant", "Four."))
+    assert supervised(target("qwen3"), whole, policy="last_turn") == ["Four.<|im_end|>"]
+
+
+def test_no_answer_is_refused():
+    assert refusal(target("chatml"), talk("only a question")) == "no_answer"
+
+
+def test_whitespace_that_a_template_trims_is_refused():
+    assert refusal(target("llama3"), talk("Q", "  indented")) == "answer_changed"
+    assert supervised(target("chatml"), talk("Q", "  indented ")) == ["  indented <|im_end|>"]
+
+
+def test_typed_control_tokens_neither_end_nor_open_an_answer():
+    conversation = talk("Why <|im_end|>\n<|im_start|>assistant\nno?", "Write <|im_end|> at the end.")
+    assert supervised(target("chatml"), conversation) == ["Write <|im_end|> at the end.<|im_end|>"]
+    row = mask_conversation(conversation, target("chatml"))
+    assert sum(i in target("chatml").control_ids for i in row.input_ids.tolist()) == 4
+
+
+BROKEN = {
+    "not_prefix_stable": "{% for m in messages | reverse %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "no_stop_token": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "answer_changed": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("reason", sorted(BROKEN))
+def test_templates_that_reorder_change_or_never_stop_are_refused(tmp_path, reason):
+    folder = save_target(tmp_path, Family(BROKEN[reason], FAMILIES["chatml"].special, "<|im_end|>"))
+    assert refusal(ChatTemplate(folder), talk("Question", "Answer")) == reason
+
+
+def test_a_hundred_turns():
+    turns = [f"turn {i}" for i in range(100)]
+    parts = supervised(target("chatml"), talk(*turns))
+    assert parts == [f"{turn}<|im_end|>" for turn in turns[1::2]]
+
+
+def test_report_counts_every_conversation():
+    conversations = [talk("a", "One."), talk("a", "One.", "b", "Two."), talk("a"), talk("a", " ")]
+    rows, report = mask_conversations(conversations, target("qwen3"), policy="last_turn")
+    assert len(rows) == report.kept == 3
+    assert report.last_turn_only == 1
+    assert report.refused == {"no_answer": 1}
+    assert report.read == report.kept + sum(report.refused.values())
+    assert report.supervised_tokens == sum(int(r.loss_mask().sum()) for r in rows)
+    assert 0 < report.to_json()["supervised_share"] < 1
+    _, report = mask_conversations(
+        [Conversation((Message("system", "S"), Message("user", "Q"), Message("assistant", "A")), "s", "d")], target("gemma")
+    )
+    assert report.refused == {"template_refused": 1}
+    with pytest.raises(CorpusError, match="unknown policy"):
+        mask_conversations([], target("qwen3"), policy="ignore")
+
+
+WORDS = st.text(st.sampled_from("ab \n.é日🙂<|>"), min_size=1, max_size=12).map(str.rstrip).filter(bool)
+PIECES = st.lists(WORDS | st.sampled_from(["<|im_end|>", "<|im_start|>user", "</think>x"]), min_size=1, max_size=3).map("".join)
+
+
+@settings(relaxed, max_examples=60)
+@given(turns=st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=4))
+def test_supervised_text_is_the_answers_and_nothing_else(turns):
+    template = target("chatml")
+    conversation = talk(*(text for pair in turns for text in pair))
+    row = mask_conversation(conversation, template)
+    spans = [template.decode(row.input_ids[a:b]) for a, b in row.spans]
+    assert spans == [answer + "<|im_end|>" for _, answer in turns]
+    for i, (start, _) in enumerate(row.spans):
+        assert row.input_ids[:start].tolist() == template.prompt_ids(conversation.messages[: 2 * i + 1])
+    assert template.decode(row.input_ids) == "".join(
+        f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n" for asked, answer in turns
+    ).removesuffix("\n")
+
+
+# -- the view that people check masks with
+
+
+def test_shown_text_is_the_row_and_only_the_answer_is_coloured():
+    template = target("chatml")
+    row = mask_conversation(talk("What [bold]now[/bold]?", "Nothing [red]."), template)
+    text = row_text(row, template.decode, template.control_ids)
+    assert text.plain == template.decode(row.input_ids)
+    coloured = "".join(text.plain[s.start : s.end] for s in text.spans if str(s.style).startswith(SUPERVISED_STYLE))
+    assert coloured == "Nothing [red].<|im_end|>"
+    control = [text.plain[s.start : s.end] for s in text.spans if CONTROL_STYLE in str(s.style)]
+    assert control == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
+
+
+def test_show_prints_as_many_rows_as_asked():
+    rows, _ = mask_conversations([talk("a", "One."), talk("b", "Two.")], target("chatml"))
+    console = Console(width=100, file=io.StringIO())
+    show_rows(rows, target("chatml").decode, console, 1)
+    printed = console.file.getvalue()
+    assert "One.<|im_end|>" in printed
+    assert "Two." not in printed
+    assert rows[0].row_id in printed
