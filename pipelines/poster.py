@@ -24,13 +24,13 @@ FILL: dict[Origin, str] = {"accepted": "#d3e6fb", "bonus": "#bfecd9", "correctio
 EDGE: dict[Origin, str] = {"bonus": SERIES[2], "correction": SERIES[1], "target": SERIES[5]}
 NAMES: dict[Origin, str] = {
     "accepted": "drafted, accepted",
-    "bonus": "target's bonus",
-    "correction": "target's correction",
-    "target": "target alone",
+    "bonus": "bonus",
+    "correction": "correction",
+    "target": "undrafted",
 }
 MONO_SIZE = 11.0  # points
 CELL = MONO_SIZE * 0.602 / 72  # width of a character of DejaVu Sans Mono, inches
-LEADING = 0.285  # inches
+LEADING = 0.275  # inches
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def poster(report: EvaluationReport) -> Figure:
 def _headline(figure: Figure, report: EvaluationReport, top: float, height: float) -> None:
     settings, timing = report.settings, report.timing
     first = report.acceptance[0].conditional if report.acceptance else ()
-    tiles = [("accepted length τ", f"{report.tau_pooled.value:.2f}", "tokens per pass of the target")]
+    tiles = [("accepted length τ", f"{report.tau_pooled.value:.2f}", "tokens per target pass")]
     tiles += [("τ per request", f"{report.tau_per_request.value:.2f}", "mean over prompts")]
     if timing.ratio is not None:
         tiles += [("wall clock", f"{timing.ratio:.2f}×", "against plain decoding")]

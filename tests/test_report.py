@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from decoding.metrics import acceptance_metrics
 from decoding.settings import Generation, Round, Seconds
 from pipelines import figures
-from pipelines.poster import layout_text, poster
+from pipelines.poster import layout_text
 from pipelines.report import (
     Acceptance,
     DomainResult,
@@ -359,7 +358,7 @@ def test_page_is_whole_and_self_contained(tmp_path):
 
 
 def test_page_colours_every_token():
-    report = made_up()
+    report = replace(made_up(), training=(), stages=(), domains=())
     shown = [
         a["class"].split()[1]
         for tag, a in Page(render_html(report)).elements
@@ -369,7 +368,7 @@ def test_page_colours_every_token():
     assert shown == expected
 
 
-def test_text_of_any_kind_is_escaped(tmp_path):
+def test_text_of_any_kind_is_escaped():
     evil = "<script>alert(1)</script>"
     report = made_up(title=evil)
     text = SampleText(evil, evil, evil, (SampleRound(1, 1, (evil, '"><img src=x onerror=alert(1)>')),))
@@ -382,7 +381,7 @@ def test_text_of_any_kind_is_escaped(tmp_path):
         acceptance=(replace(report.acceptance[0], label=evil), replace(report.acceptance[1], label=evil)),
         stages=(StageTime(evil, 1.0),),
     )
-    page = Page(write_report(report, tmp_path).read_text())
+    page = Page(render_html(report))
     assert sum(tag == "script" for tag, _ in page.elements) == 1  # the page's own
     assert all(tag != "img" and not any(name.startswith("on") for name in attributes) for tag, attributes in page.elements)
     assert evil in page.text
@@ -409,5 +408,4 @@ def test_report_without_extras_is_drawn(tmp_path):
     )
     html = write_report(bare, tmp_path).read_text()
     assert "plain decoding</div>" in html
-    assert isinstance(poster(bare), Figure)
-    assert isinstance(Path(tmp_path / "report.png").stat().st_size, int)
+    assert (tmp_path / "report.png").stat().st_size > 0
