@@ -62,7 +62,7 @@ STYLE: Any = {
 }
 
 KIND_TITLES: dict[Kind, str] = {"conditional": "Accepted, given all before were", "prefix": "Prefix still standing"}
-TERM_NAMES = {"loss": "loss", "ce": "cross-entropy", "tv": "total variation", "confidence": "confidence"}
+TERM_NAMES = {"loss": "loss", "ce": "cross-entropy", "tv": "total variation", "confidence_bce": "confidence"}
 
 P = ParamSpec("P")
 
@@ -141,17 +141,22 @@ def draw_losses(axes: Axes, points: Sequence[TrainingPoint], terms: Sequence[str
 
 
 def draw_tau_teacher_forced(axes: Axes, points: Sequence[TrainingPoint]) -> None:
-    """Teacher-forced accepted length; 1 is no drafter at all."""
-    have = [(point.step, point.tau_teacher_forced) for point in points if point.tau_teacher_forced is not None]
-    _smoothed_line(axes, have, SERIES[2], "teacher-forced τ")
+    """Teacher-forced accepted length, in training as a line and on held-out rows as points; 1 is no drafter at all."""
+    trained = [(point.step, point.tau_teacher_forced) for point in points if point.tau_teacher_forced is not None]
+    _smoothed_line(axes, trained, SERIES[2], "training")
+    heldout = [(point.step, point.tau_heldout) for point in points if point.tau_heldout is not None]
+    if heldout:
+        axes.plot(*zip(*heldout, strict=True), "--", marker=MARKERS[3], color=SERIES[3], linewidth=1.4, label="held out")
+        if trained:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), handlelength=1.6, borderaxespad=0.1)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     axes.set(xlabel="optimizer step", ylabel="teacher-forced τ")
 
 
 def add_sample_scale(axes: Axes, points: Sequence[TrainingPoint]) -> None:
     """A second scale above that counts training samples, where the log has them in proportion to its steps."""
-    last = points[-1] if points else None
-    if last is None or not last.samples or not last.step:
+    last = next((point for point in reversed(points) if point.samples and point.step), None)
+    if last is None:
         return
     per_step = last.samples / last.step
     upper = axes.secondary_xaxis("top", functions=(lambda step: np.asarray(step) * per_step, lambda count: np.asarray(count) / per_step))

@@ -196,7 +196,7 @@ def _charts(figure: Figure, report: EvaluationReport, x: float, top: float, widt
             continue
         draw_losses(axes, report.training, ("loss",))
         axes.yaxis.label.set_color(SERIES[0])
-        if any(point.tau_teacher_forced is not None for point in report.training):
+        if any(point.tau_teacher_forced is not None or point.tau_heldout is not None for point in report.training):
             right_axes = axes.twinx()
             draw_tau_teacher_forced(right_axes, report.training)
             right_axes.yaxis.label.set_color(SERIES[2])

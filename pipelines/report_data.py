@@ -21,7 +21,8 @@ Kind = Literal["conditional", "prefix"]
 Origin = Literal["accepted", "bonus", "correction", "target"]
 
 METRIC_OF_KIND: dict[Kind, str] = {"conditional": "accept_cond", "prefix": "accept_prefix"}
-TRAINING_TERMS = ("loss", "ce", "tv", "confidence")
+TRAINING_TERMS = ("loss", "ce", "tv", "confidence_bce")
+_TAUS = ("tau_teacher_forced", "heldout/tau_teacher_forced")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -100,12 +101,16 @@ class DomainResult:
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """One record of a training log: the loss and its terms, after `step` optimizer steps and `samples` sequences."""
+    """One record of a training log: the loss and its terms, after `step` optimizer steps and `samples` sequences.
+
+    `samples` is 0 where the log is silent. Teacher-forced accepted length on the batch just trained on, and on held-out rows.
+    """
 
     step: int
     samples: int
     terms: dict[str, float]
     tau_teacher_forced: float | None = None
+    tau_heldout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -296,14 +301,14 @@ def token_pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list
 def training_points(records: Iterable[Mapping[str, Any]]) -> tuple[TrainingPoint, ...]:
     """Points of a training log (`metrics.jsonl`), one record a mapping.
 
-    Taken are records with `step` and any of TRAINING_TERMS or `tau_teacher_forced`; others (resume notes, for example) are passed over.
+    Taken are records with `step` and any of TRAINING_TERMS, `tau_teacher_forced` and `heldout/tau_teacher_forced`; others are passed over.
     """
     points = []
     for record in records:
-        terms = {name: float(record[name]) for name in TRAINING_TERMS if record.get(name) is not None}
-        tau = record.get("tau_teacher_forced")
-        if "step" in record and (terms or tau is not None):
-            points.append(TrainingPoint(int(record["step"]), int(record.get("samples", 0)), terms, None if tau is None else float(tau)))
+        numbers = {name: float(record[name]) for name in (*TRAINING_TERMS, *_TAUS) if record.get(name) is not None}
+        if "step" in record and numbers:
+            terms = {name: numbers[name] for name in TRAINING_TERMS if name in numbers}
+            points.append(TrainingPoint(int(record["step"]), int(record.get("samples", 0)), terms, *(numbers.get(name) for name in _TAUS)))
     return tuple(points)
 
 

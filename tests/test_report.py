@@ -80,9 +80,10 @@ def made_up(title: str = "SmolLM2-135M with a DSpark drafter") -> EvaluationRepo
                 "loss": float(1.05 + 1.4 * math.exp(-step / 120) + random.normal(0, 0.04)),
                 "ce": float(2.4 + 6.0 * math.exp(-step / 90) + random.normal(0, 0.12)),
                 "tv": float(0.55 + 0.42 * math.exp(-step / 150) + random.normal(0, 0.015)),
-                "confidence": float(0.42 + 0.25 * math.exp(-step / 60) + random.normal(0, 0.01)),
+                "confidence_bce": float(0.42 + 0.25 * math.exp(-step / 60) + random.normal(0, 0.01)),
             },
             float(1 + 0.75 * (1 - math.exp(-step / 200)) + random.normal(0, 0.03)),
+            None if step % 100 else float(1 + 0.66 * (1 - math.exp(-step / 190))),
         )
         for step in steps
     )
@@ -247,8 +248,13 @@ def test_token_pieces_join_to_the_text():
 
 
 def test_training_points_pass_over_other_records():
-    points = training_points([{"step": 1, "samples": 8, "loss": 2, "lr": 0.1}, {"event": "resume"}, {"step": 2, "tau_teacher_forced": 1.2}])
-    assert points == (TrainingPoint(1, 8, {"loss": 2.0}), TrainingPoint(2, 0, {}, 1.2))
+    log = [
+        {"step": 1, "samples": 8, "loss": 2, "lr": 0.1, "tau_teacher_forced": 1.2},
+        {"event": "resume"},
+        {"step": 1, "heldout/loss": 3, "heldout/tau_teacher_forced": 1.1},
+        {"step": 2, "lr": 0.1},
+    ]
+    assert training_points(log) == (TrainingPoint(1, 8, {"loss": 2.0}, 1.2), TrainingPoint(1, 0, {}, None, 1.1))
 
 
 def contrast(colour: str, ground: str) -> float:
