@@ -25,7 +25,9 @@ GROUP = 64
 _CHUNK = 65536  # elements worked on at a time: two or three such arrays stay in the L2 cache
 _INFINITY = 0x7F80
 _SCALE_BIAS = 128
-_SCALE_MIN, _SCALE_MAX = -118, 119  # every e4m3 value times 2**scale is then a finite bf16 value, exactly
+_SMALLEST_NORMAL = 0x80  # an e4m3 code in bf16's place (<< 4) below this is subnormal or zero
+_SUBNORMAL = (np.arange(8, dtype=np.float32) / 512).view(np.uint32).astype(np.int64) >> 16  # bf16 bits of e4m3's subnormals
+_SCALE_MIN, _SCALE_MAX = -117, 119  # every e4m3 value times 2**scale is then a finite bf16 value, exactly
 
 # Huffman only, in effect: exponents of neighbours hold no matches worth looking for (three times faster than level 1, and smaller).
 _HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -134,9 +136,10 @@ def _decode_lossless(data: memoryview, out: Bits) -> None:
 
 
 def _encode_fp8(plane: Bits) -> bytes:
-    """[scales uint8 [N, G]] [zstd frame of the e4m3 codes [N, H]].
+    """[scale exponents uint8 [N, G]] [zstd frame of the e4m3 codes [N, H]], rounded to nearest, ties to even.
 
-    |error| <= |x| / 16 + 2**-10 * scale, and scale <= largest magnitude of the group / 224.
+    |error| <= |x| / 16 + 2**-10 * scale, and scale <= largest magnitude of the group / 224. All but tiny values go by integer
+    arithmetic on the bf16 bits: taking the scale off is a subtraction in the exponent field, which also gives e4m3's bias.
     """
     rows, channels = plane.shape
     groups = -(-channels // GROUP)
@@ -145,19 +148,25 @@ def _encode_fp8(plane: Bits) -> bytes:
     step = max(1, _CHUNK // max(channels, 1))
     for start in range(0, rows, step):
         part = _grouped(plane[start : start + step], groups)  # [n, G, 64]
-        largest = (part & 0x7FFF).max(axis=2).astype(np.int32)
+        magnitude = (part & 0x7FFF).view(np.int16)
         # The smallest power of two with maximum / scale <= 448 = 1.75 * 2**8; adding 0x1F carries where the mantissa exceeds 1.75.
-        exponent = np.clip(((largest + 0x1F) >> 7) - 127 - 8, _SCALE_MIN, _SCALE_MAX)
+        exponent = ((magnitude.max(axis=2).astype(np.int32) + 0x1F) >> 7) - 127 - 8
+        np.clip(exponent, _SCALE_MIN, _SCALE_MAX, out=exponent)
         scales[start : start + step] = exponent + _SCALE_BIAS
-        value = (part.astype(np.uint32) << 16).view(np.float32)
-        value *= np.ldexp(np.float32(1), -exponent - 8)[:, :, None]
-        # float16 is e4m3 with wider fields: after the factor 2**-8, rounding 7 mantissa bits away gives e4m3, subnormals included.
-        half = value.astype(np.float16).view(np.uint16)
-        magnitude = half & 0x7FFF
-        magnitude += 0x3F + ((magnitude >> 7) & 1)  # to nearest, ties to even
-        magnitude >>= 7
-        np.minimum(magnitude, 0x7E, out=magnitude)  # saturate below e4m3's NaN (reached within 2x of bf16's largest value only)
-        magnitude |= (half >> 8) & 0x80
+        magnitude -= _exponent_field(exponent)
+        small = np.flatnonzero(magnitude < _SMALLEST_NORMAL)
+        odd = (magnitude >> 4) & 1
+        magnitude += odd
+        magnitude += 7
+        magnitude >>= 4
+        if (exponent == _SCALE_MAX).any():
+            np.minimum(magnitude, 0x7E, out=magnitude)  # within 2x of bf16's largest value: saturate below e4m3's NaN
+        if len(small):
+            value = ((part.reshape(-1)[small] & 0x7FFF).astype(np.uint32) << 16).view(np.float32)
+            magnitude.reshape(-1)[small] = np.rint(np.ldexp(value, 9 - exponent.reshape(-1)[small // GROUP]))
+        sign = part >> 8
+        sign &= 0x80
+        magnitude |= sign.view(np.int16)
         codes[start : start + step] = magnitude.reshape(len(part), -1)[:, :channels]
     return scales.tobytes() + _compressor().compress(codes.reshape(-1).data)
 
@@ -166,21 +175,32 @@ def _decode_fp8(data: memoryview, out: Bits) -> None:
     rows, channels = out.shape
     groups = -(-channels // GROUP)
     _check_size(len(data[: rows * groups]), rows * groups)
-    exponents = np.frombuffer(data[: rows * groups], np.uint8).reshape(rows, groups).astype(np.int32) - _SCALE_BIAS
-    if exponents.size and (exponents.min() < _SCALE_MIN or exponents.max() > _SCALE_MAX):
+    exponent = np.frombuffer(data[: rows * groups], np.uint8).reshape(rows, groups).astype(np.int32) - _SCALE_BIAS
+    if exponent.size and (exponent.min() < _SCALE_MIN or exponent.max() > _SCALE_MAX):
         raise CorruptShard("an fp8 scale lies outside of its range")
-    codes = _decompress(data[rows * groups :], rows * channels).view(np.int8).reshape(rows, channels)
-    factors = np.ldexp(np.float32(1), exponents + 8)
+    codes = _decompress(data[rows * groups :], rows * channels).reshape(rows, channels)
+    field = _exponent_field(exponent).view(np.uint16)
     step = max(1, _CHUNK // max(channels, 1))
     for start in range(0, rows, step):
-        half = codes[start : start + step].astype(np.int16)  # sign-extended, so that a shift leaves the sign on top
-        half <<= 7
-        half &= np.int16(~0x4000)
-        value = _grouped(half, groups).view(np.float16).astype(np.float32)
-        value *= factors[start : start + step, :, None]
-        bits = value.view(np.uint32)
-        bits >>= 16  # exact: an e4m3 mantissa has 3 bits
-        out[start : start + step] = bits.reshape(len(half), -1)[:, :channels]
+        part = _grouped(codes[start : start + step], groups)
+        bits = part.astype(np.uint16)
+        sign = bits & 0x80
+        sign <<= 8
+        bits &= 0x7F
+        bits <<= 4
+        small = np.flatnonzero(bits < _SMALLEST_NORMAL)
+        bits += field[start : start + step]
+        if len(small):
+            shift = exponent[start : start + step].reshape(-1)[small // GROUP] << 7
+            mantissa = part.reshape(-1)[small] & 7
+            bits.reshape(-1)[small] = np.where(mantissa == 0, 0, _SUBNORMAL[mantissa] + shift)
+        bits |= sign
+        out[start : start + step] = bits.reshape(len(part), -1)[:, :channels]
+
+
+def _exponent_field(exponent: NDArray[np.int32]) -> NDArray[np.int16]:
+    """[n, G] scale exponents -> [n, G, 1]: what to add to an e4m3 code, moved to bf16's place, for its bf16 bits (biases 7 and 127)."""
+    return ((exponent + 120) << 7).astype(np.int16)[:, :, None]
 
 
 def _grouped(part: NDArray, groups: int) -> NDArray:

@@ -75,8 +75,7 @@ class ObjectStore:
         self._prefix = rest.rstrip("/")
         if self._protocol == "s3" and not self._prefix.partition("/")[0]:
             raise StorageError(f"{settings.root!r} names no bucket: write s3://bucket/prefix")
-        self._connection: Any = None
-        self._lock = threading.Lock()
+        self._connection = _Connection(self._protocol, settings)
 
     def __reduce__(self) -> tuple[type["ObjectStore"], tuple[StorageSettings]]:
         return ObjectStore, (self.settings,)
@@ -87,7 +86,9 @@ class ObjectStore:
     def child(self, prefix: str) -> "ObjectStore":
         """The store rooted at `prefix` below this one."""
         root = self.settings.root.rstrip("/") or "/"
-        return ObjectStore(replace(self.settings, root=f"{root.rstrip('/')}/{check_key(prefix)}"))
+        store = ObjectStore(replace(self.settings, root=f"{root.rstrip('/')}/{check_key(prefix)}"))
+        store._connection = self._connection
+        return store
 
     def url(self, key: str) -> str:
         """Where `key` lies, for people and messages."""
@@ -106,8 +107,8 @@ class ObjectStore:
         options = {"chunksize": MULTIPART_BYTES} if self._protocol == "s3" else {}
 
         def upload() -> None:
-            self._filesystem().pipe_file(self._path(key), body, **options)
-            written = int(self._filesystem().info(self._path(key))["size"])
+            self._connection.filesystem().pipe_file(self._path(key), body, **options)
+            written = int(self._connection.filesystem().info(self._path(key))["size"])
             if written != len(body):
                 raise ConnectionError(f"{written} of {len(body)} bytes arrived")
 
@@ -122,7 +123,7 @@ class ObjectStore:
         if self._local is not None:
             return self._read_local(key, 0, -1)
         options = {"max_concurrency": 1} if self._protocol == "s3" else {}  # s3fs's concurrent form leaves zeros where a part is short
-        return self._retry("read", key, lambda: self._filesystem().cat_file(self._path(key), **options))
+        return self._retry("read", key, lambda: self._connection.filesystem().cat_file(self._path(key), **options))
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of an object; fewer only where the object itself ends before.
@@ -141,7 +142,7 @@ class ObjectStore:
 
         def read() -> bytes:
             try:
-                data: bytes = self._filesystem().cat_file(self._path(key), start=offset, end=offset + length)
+                data: bytes = self._connection.filesystem().cat_file(self._path(key), start=offset, end=offset + length)
             except OSError as error:
                 if error.errno == errno.EINVAL and self.size(key) <= offset:  # 416: the range starts behind the end
                     return b""
@@ -168,7 +169,7 @@ class ObjectStore:
             if not path.is_file():
                 raise FileNotFoundError(f"there is no {self.url(key)}")
             return path.stat().st_size
-        info = self._retry("look at", key, lambda: self._filesystem().info(self._path(key)))
+        info = self._retry("look at", key, lambda: self._connection.filesystem().info(self._path(key)))
         if info["type"] != "file":
             raise FileNotFoundError(f"there is no {self.url(key)}")
         return int(info["size"])
@@ -195,7 +196,7 @@ class ObjectStore:
             (self._local / key).unlink(missing_ok=True)
             return
         try:
-            self._retry("delete", key, lambda: self._filesystem().rm_file(self._path(key)))
+            self._retry("delete", key, lambda: self._connection.filesystem().rm_file(self._path(key)))
         except FileNotFoundError:
             return
 
@@ -210,22 +211,20 @@ class ObjectStore:
 
     def _listing(self, path: str, options: dict[str, Any]) -> Keys:
         try:
-            return [entry.lstrip("/") if self._protocol == "memory" else entry for entry in self._filesystem().find(path, **options)]
+            return [
+                entry.lstrip("/") if self._protocol == "memory" else entry for entry in self._connection.filesystem().find(path, **options)
+            ]
         except FileNotFoundError:
             return []
-
-    def _filesystem(self) -> Any:
-        with self._lock:
-            if self._connection is None:
-                self._connection = _connect(self._protocol, self.settings)
-            return self._connection
 
     def _retry(self, verb: str, key: str, action: Callable[[], R]) -> R:
         """Run `action`, repeating it on transient trouble; turn what remains into the errors that this class promises."""
         for attempt in range(ATTEMPTS):
             try:
                 return action()
-            except (FileNotFoundError, StorageError):
+            except FileNotFoundError:
+                raise FileNotFoundError(f"there is no {self.url(key)}") from None
+            except StorageError:
                 raise
             except Exception as error:
                 if attempt + 1 == ATTEMPTS or not _transient(error):
@@ -271,6 +270,22 @@ class ObjectStore:
             raise FileNotFoundError(f"there is no {self.url(key)}") from None
         except OSError as error:
             raise StorageUnavailable(f"cannot read {path}: {error.strerror or error}; check the disk and the permissions") from error
+
+
+class _Connection:
+    """The fsspec filesystem behind a store and its children, made on first use, and anew in a forked process."""
+
+    def __init__(self, protocol: str, settings: StorageSettings) -> None:
+        self._protocol, self._settings = protocol, settings
+        self._lock = threading.Lock()
+        self._process: int | None = None
+        self._made: Any = None
+
+    def filesystem(self) -> Any:
+        with self._lock:
+            if self._process != os.getpid():
+                self._made, self._process = _connect(self._protocol, self._settings), os.getpid()
+            return self._made
 
 
 def _connect(protocol: str, settings: StorageSettings) -> Any:

@@ -50,8 +50,9 @@ def start(folder: Path) -> tuple[S3Server, subprocess.Popen[bytes]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     program = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
-    # Without its VFS cache of directories, a file that a test changes behind its back shows at once.
-    command = [program, "serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--addr", f"127.0.0.1:{port}", "--dir-cache-time", "0s"]
+    command = [program, "serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--addr", f"127.0.0.1:{port}"]
+    # No cached directories: a file that a test damages shows at once. No ETags: rclone would hash the whole file for every ranged read.
+    command += ["--dir-cache-time", "0s", "--etag-hash", ""]
     log = (folder / "rclone.log").open("wb")
     process = subprocess.Popen([*command, "--config", str(folder / "no.conf"), str(folder)], stdout=log, stderr=log)
     log.close()
