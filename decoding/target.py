@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from decoding.cache import RaggedCache
 from decoding.errors import DecodingError
+from drafters.errors import DrafterError
+from drafters.family import TargetFamily, family_of
 
 _MASKED_ATTENTION = ("sdpa", "eager")
 
@@ -40,15 +42,15 @@ class TransformersTarget:
                 The final layer is refused, since HF gives it normed.
 
         Raises:
-            DecodingError: for layer ids the model lacks, for an attention without explicit masks, for a layer type other than full or
-                sliding attention, and for a model whose own logits differ from what this class computes.
+            DecodingError: for an unknown family, for layer ids the model lacks, for an attention without explicit masks, for a layer type
+                other than full or sliding attention, and for a model whose own logits differ from what this class computes.
         """
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.layer_ids = tuple(layer_ids)
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._family = _family(model)
         self._windows = _attention_windows(self.config)
         self._check_layers()
         if self.config._attn_implementation not in _MASKED_ATTENTION:
@@ -110,8 +112,10 @@ class TransformersTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the next-token logits [..., V] for last hidden states [..., H] as given by `forward`."""
         logits = self._head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        if self._family.logit_multiplier != 1:
+            logits = logits * self._family.logit_multiplier
+        if self._family.logit_softcap is not None:
+            logits = torch.tanh(logits / self._family.logit_softcap) * self._family.logit_softcap
         return logits
 
     def _masks(self, positions: Tensor, span: int) -> Tensor | dict[str, Tensor]:
@@ -174,6 +178,13 @@ class TransformersTarget:
                 f"{type(self.model).__name__} computes other logits than its final norm and LM head give: "
                 f"it is of a type not supported for decoding."
             )
+
+
+def _family(model: PreTrainedModel) -> TargetFamily:
+    try:
+        return family_of(model.config.to_dict())
+    except DrafterError as error:
+        raise DecodingError(f"{type(model).__name__} cannot be decoded with: {error}") from error
 
 
 def _attention_windows(config: Any) -> dict[str, int | None]:

@@ -15,9 +15,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafters.config import config_from_target
+from drafters.drafter import Drafter
+from drafters.family import family_of
+from drafters.target_head import TargetHead
+
 FAMILIES = ["llama", "qwen3", "gemma3"]
 LAYERS = (-1, 0, 2)
 VOCAB = 53
+HIDDEN = 32
 PROMPTS = [[7, 3, 9, 1], [5], [11, 2, 2, 40, 8, 19, 33, 6, 21], [30, 31], [4, 4, 17, 29, 50, 12]]
 
 
@@ -26,7 +32,7 @@ def tiny_model(family: str, vocab: int = VOCAB, dtype: torch.dtype = torch.float
     """A random model of the family; wide initial weights, so that its greedy text does not settle on one token."""
     shape = {
         "vocab_size": vocab,
-        "hidden_size": 32,
+        "hidden_size": HIDDEN,
         "intermediate_size": 48,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
@@ -82,7 +88,7 @@ class ScriptedDrafter:
 
     def __init__(self, script, block_length: int = 4, vocab: int = VOCAB, confidence: bool = False, sharpness: float = 6.0) -> None:
         self.script, self.vocab, self.sharpness = script, vocab, sharpness
-        self.config = SimpleNamespace(block_length=block_length, hidden_size=32, vocab_size=vocab, captured_layers=len(LAYERS))
+        self.config = SimpleNamespace(block_length=block_length, hidden_size=HIDDEN, vocab_size=vocab, captured_layers=len(LAYERS))
         self.head = None
         self.confidence = object() if confidence else None
         self.caches: list[ScriptCache] = []
@@ -110,6 +116,26 @@ class ScriptedDrafter:
 
     def confidence_logit(self, hidden: Tensor, previous: Tensor) -> Tensor:
         return previous.double() / 10
+
+
+def tiny_drafter(
+    family: str, head: str = "markov", block_length: int = 4, vocab: int = VOCAB, layout: str = "dspark", **options
+) -> Drafter:
+    """An untrained drafter of the tiny target, in float64, with weights large enough to matter."""
+    model = tiny_model(family, vocab)
+    kind = family_of(model.config.to_dict())
+    weights = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
+    target_head = TargetHead(vocab, HIDDEN, model.config.rms_norm_eps, kind, torch.float64).load(*weights)
+    sizes = {"num_layers": 2, "block_length": block_length, "mask_token_id": 0, "head": head, "head_rank": 0 if head == "none" else 6}
+    algorithm = "dflash" if head == "none" and layout == "zlab" else "dspark"
+    config = config_from_target(model.config.to_dict(), len(LAYERS), algorithm=algorithm, layout=layout, **sizes, **options)
+    torch.manual_seed(1)
+    drafter = Drafter(config, target_head)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.3)
+    return drafter.eval()
 
 
 def chi_square_p(observed: Tensor, probabilities: Tensor) -> float:

@@ -1,0 +1,134 @@
+"""Drafting with real drafters: the same blocks as from scratch, each slot from the token just chosen, the target's output untouched."""
+
+import pytest
+import torch
+from decoding_cases import FAMILIES, LAYERS, PROMPTS, VOCAB, chi_square_p, greedy_reference, tiny_drafter, tiny_model
+from torch.testing import assert_close
+
+from decoding.errors import DecodingError
+from decoding.loop import speculative_decode
+from decoding.propose import propose
+from decoding.sampling import RandomStreams
+from decoding.settings import SamplingSettings
+from decoding.target import TransformersTarget
+
+HEADS = ["none", "markov", "gated", "rnn"]
+NEW = 14
+
+
+def features_of(model, tokens):
+    with torch.inference_mode():
+        states = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1] for layer in LAYERS], dim=-1)
+
+
+def fresh_block(model, drafter, text, anchor):
+    """h [g, H] for one anchor, its context made in one go from a plain forward pass over the text before it."""
+    cache = drafter.new_cache(1, anchor)
+    drafter.extend_context(cache, features_of(model, text[:anchor]), torch.tensor([anchor]))
+    return drafter.block_hidden(cache, torch.tensor([text[anchor]]), torch.tensor([anchor]))[0]
+
+
+def naive_logits(drafter, hidden, previous):
+    """[B, w, V] by the head's training form, all slots at once."""
+    logits = drafter.base_logits(hidden)
+    return logits if drafter.head is None else logits + drafter.head.bias(drafter.head.latent(hidden, previous))
+
+
+@pytest.mark.parametrize("head", [*HEADS, "zlab"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_the_targets_own(family, head):
+    target = TransformersTarget(tiny_model(family), LAYERS)
+    drafter = tiny_drafter(family, "none", layout="zlab", confidence=False) if head == "zlab" else tiny_drafter(family, head)
+    for batch_size in (1, 2, 5):
+        generations = speculative_decode(target, drafter, PROMPTS, SamplingSettings(max_new_tokens=NEW), batch_size=batch_size)
+        assert [g.tokens for g in generations] == [greedy_reference(family, tuple(p), NEW) for p in PROMPTS]
+        for r in (r for g in generations for r in g.rounds):
+            assert len(r.confidence) == (r.drafted if drafter.confidence is not None else 0)
+            assert all(0 < c < 1 for c in r.confidence)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_kept_across_rounds_drafts_as_one_made_from_scratch(family, monkeypatch):
+    model, drafter = tiny_model(family), tiny_drafter(family)
+    blocks = []
+    original = drafter.block_hidden
+
+    def spy(cache, tokens, positions):
+        hidden = original(cache, tokens, positions)
+        assert cache.lengths.tolist() == positions.tolist()
+        blocks.extend(zip(tokens.tolist(), positions.tolist(), hidden, strict=True))
+        return hidden
+
+    monkeypatch.setattr(drafter, "block_hidden", spy)
+    prompts = PROMPTS[:4]
+    settings = SamplingSettings(max_new_tokens=NEW, stop_ids=(greedy_reference(family, tuple(prompts[0]), NEW)[7],))  # one leaves early
+    generations = speculative_decode(TransformersTarget(model, LAYERS), drafter, prompts, settings)
+    texts = [prompt + g.tokens for prompt, g in zip(prompts, generations, strict=True)]
+    monkeypatch.undo()
+    assert len(blocks) >= 20
+    for token, position, hidden in blocks:
+        candidates = [text for text in texts if position < len(text) and text[position] == token]
+        errors = [float((fresh_block(model, drafter, text, position) - hidden).abs().max()) for text in candidates]
+        assert min(errors) < 1e-4
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_slot_knows_the_token_just_chosen(head, temperature):
+    drafter = tiny_drafter("qwen3", head)
+    cache = drafter.new_cache(3, 8)
+    features = torch.randn(3, 6, len(LAYERS) * 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    anchors = torch.tensor([6, 3, 5])
+    drafter.extend_context(cache, features, anchors)
+    tokens = torch.tensor([9, 2, 44])
+    hidden = drafter.block_hidden(cache, tokens, anchors)
+    for seed in range(5):
+        block = propose(drafter, cache, tokens, anchors, 3, temperature, RandomStreams(seed, range(3)))
+        previous = torch.cat([tokens[:, None], block.tokens[:, :-1]], dim=1)
+        logits = naive_logits(drafter, hidden[:, :3], previous)
+        assert_close(block.confidence, torch.sigmoid(drafter.confidence_logit(hidden[:, :3], previous)).detach())
+        if temperature:
+            assert_close(block.probs, torch.softmax(logits.detach(), dim=-1))
+        else:
+            assert block.probs is None
+            assert block.tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_drafted_blocks_follow_the_chain_of_the_head():
+    vocab, rollouts = 4, 50_000
+    drafter = tiny_drafter("llama", "rnn", block_length=3, vocab=vocab)
+    with torch.inference_mode():
+        cache = drafter.new_cache(rollouts, 1)
+        features = torch.randn(1, 1, len(LAYERS) * 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        anchor, position = torch.full((rollouts,), 2), torch.ones(rollouts, dtype=torch.int64)
+        drafter.extend_context(cache, features.expand(rollouts, -1, -1), position)
+        tokens = propose(drafter, cache, anchor, position, 3, 1.0, RandomStreams(0, range(rollouts))).tokens
+        paths = torch.cartesian_prod(*[torch.arange(vocab)] * 3)
+        previous = torch.cat([torch.full((len(paths), 1), 2), paths[:, :-1]], dim=1)
+        hidden = drafter.block_hidden(cache, anchor, position)[:1].expand(len(paths), -1, -1)
+        joint = torch.log_softmax(naive_logits(drafter, hidden, previous), dim=-1).gather(2, paths[..., None]).sum((1, 2)).exp()
+    observed = torch.bincount((tokens * torch.tensor([vocab**2, vocab, 1])).sum(1), minlength=vocab**3)
+    assert chi_square_p(observed, joint) > 1e-3
+
+
+@pytest.mark.parametrize("head", ["none", "rnn"])
+def test_a_request_draws_the_same_tokens_in_any_batch(head):
+    target, drafter = TransformersTarget(tiny_model("gemma3"), LAYERS), tiny_drafter("gemma3", head)
+    settings = SamplingSettings(temperature=0.8, max_new_tokens=NEW, stop_ids=(3,), seed=5)
+    whole = speculative_decode(target, drafter, PROMPTS, settings)
+    for batch_size in (1, 2):
+        assert [g.tokens for g in speculative_decode(target, drafter, PROMPTS, settings, batch_size=batch_size)] == [
+            g.tokens for g in whole
+        ]
+    alone = speculative_decode(target, drafter, PROMPTS[3:4], settings, request_ids=[3])
+    assert (alone[0].tokens, [r.accepted for r in alone[0].rounds]) == (whole[3].tokens, [r.accepted for r in whole[3].rounds])
+
+
+def test_a_drafter_of_another_target_is_refused():
+    target = TransformersTarget(tiny_model("llama"), LAYERS[:2])
+    with pytest.raises(DecodingError, match="captured_layers=3, the target has 2"):
+        speculative_decode(target, tiny_drafter("llama"), PROMPTS, SamplingSettings(max_new_tokens=2))
+    target = TransformersTarget(tiny_model("llama", vocab=VOCAB + 1), LAYERS)
+    with pytest.raises(DecodingError, match="vocab_size=53, the target has 54"):
+        speculative_decode(target, tiny_drafter("llama"), PROMPTS, SamplingSettings(max_new_tokens=2))
