@@ -135,8 +135,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0]
-        scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.grads]
-        ctx.grads = (None, None, None)
+        scaled = [None if grad is None else grad * scale for grad in ctx.grads]
         return (*scaled, *[None] * 7)
 
 
