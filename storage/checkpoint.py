@@ -180,8 +180,11 @@ def _indices(store: ObjectStore, prefix: str) -> dict[str, dict[str, Any]]:
 def _prune(store: ObjectStore, prefix: str) -> None:
     keys = store.list(f"{prefix}/")
     pointers = [key for key in keys if "/" not in key.removeprefix(f"{prefix}/")]
-    needed = {folder for key in pointers for folder in _pointer(store, prefix, key.removeprefix(f"{prefix}/").removesuffix(".json"))}
-    for key in reversed(keys):  # index.json sorts before tensors.safetensors; order does not matter, every file is checked on loading
+    named = [_pointer(store, prefix, key.removeprefix(f"{prefix}/").removesuffix(".json")) for key in pointers]
+    if not all(named):
+        return  # a torn pointer: what it named is unknown, so nothing may go
+    needed = {folder for folders in named for folder in folders}
+    for key in keys:
         folder, _, rest = key.removeprefix(f"{prefix}/").partition("/")
         if rest and re.fullmatch(r"[0-9a-f]{20}", folder) and folder not in needed:
             store.delete(key)

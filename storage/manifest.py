@@ -60,10 +60,11 @@ class Manifest:
         digest = hashlib.sha256()
         for name in ("row_id", "shard"):
             column = self.table[name].cast(pa.string())
-            lengths = pc.binary_length(column).to_numpy()
-            digest.update(lengths.astype("<i4").tobytes())
+            digest.update(pc.binary_length(column).to_numpy().astype("<i4").tobytes())
             for chunk in column.chunks:
-                digest.update("".join(chunk.to_pylist()).encode())
+                _, offsets, text = chunk.buffers()
+                edges = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+                digest.update(memoryview(text or b"")[edges[0] : edges[-1]] if len(edges) > 1 else b"")
         for name in ("index", "offset", "length", "crc32", "tokens", "supervised"):
             digest.update(self.table[name].to_numpy().astype("<i8").tobytes())
         return digest.hexdigest()

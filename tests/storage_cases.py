@@ -1,6 +1,7 @@
 """Small realistic samples and caches for the storage tests."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def build_cache(store: ObjectStore, case: Contract, count: int, leases: int = 2,
     ensure_contract(store, case)
     samples = [sample(case, 12 + seed % 7, seed) for seed in range(first, first + count)]
     edges = np.linspace(0, count, leases + 1).astype(int)
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         with ShardWriter(store, case, shard_bytes) as writer:
             for number in range(start, stop):
                 writer.add(encode_sample(samples[number], case), samples[number].row_id, first + number)

@@ -140,3 +140,19 @@ def test_a_cache_without_commits_is_empty(store):
     assert (len(manifest), manifest.shards, manifest.shard_numbers.tolist()) == (0, [], [])
     with pytest.raises(StorageError, match="no manifest"):
         Manifest.load(store)
+
+
+def test_manifest_hash_is_that_of_its_columns():
+    """Golden by definition: lengths and text of both text columns, then the numbers as 64-bit little-endian integers."""
+    digest = hashlib.sha256()
+    rows = [
+        (f"r{n}", n, f"shards/{s}.arrow", 100 * k, 100, 7 * k, 10 + k, 5)
+        for s, r in ((0, 5), (5, 2))
+        for k, n in enumerate(range(s, s + r))
+    ]
+    for column in (0, 2):
+        texts = [row[column].encode() for row in rows]
+        digest.update(b"".join(len(text).to_bytes(4, "little") for text in texts) + b"".join(texts))
+    for column in (1, 3, 4, 5, 6, 7):
+        digest.update(b"".join(row[column].to_bytes(8, "little") for row in rows))
+    assert Manifest.from_commits([commit(5, 7), commit(0, 5)]).hash == digest.hexdigest()

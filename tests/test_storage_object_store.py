@@ -129,7 +129,13 @@ def test_wrong_credentials_are_one_clear_line(s3, monkeypatch, variable):
     s3.store("credentials").put("there", b"1")
     monkeypatch.setenv(variable, "wrong")
     store = s3.store("credentials")
-    for action in (store.check_writable, store.list, lambda: store.get("there"), lambda: store.size("there"), lambda: store.exists("there")):
+    for action in (
+        store.check_writable,
+        store.list,
+        lambda: store.get("there"),
+        lambda: store.size("there"),
+        lambda: store.exists("there"),
+    ):
         with pytest.raises(StorageUnavailable, match="credentials") as caught:
             action()
         assert "\n" not in str(caught.value)
@@ -182,5 +188,5 @@ def test_transient_trouble_is_repeated(s3, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("root", ["", "s3://", "s3:///key"])
 def test_useless_roots_are_refused(root):
-    with pytest.raises(StorageError, match="root|bucket"):
+    with pytest.raises(StorageError, match=r"root|bucket"):
         ObjectStore(StorageSettings(root))

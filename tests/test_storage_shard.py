@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from storage_cases import contract, sample, same, to_float, with_capture
+from storage_cases import contract, same, sample, to_float, with_capture
 
 from storage.codec import CODECS
 from storage.errors import CorruptShard, StorageError, StorageUnavailable
@@ -74,9 +74,15 @@ def test_shard_info_survives_json(store):
 
 def test_an_exception_publishes_nothing(store):
     case = contract("raw")
-    with pytest.raises(RuntimeError), ShardWriter(store, case, 10**9) as writer:
-        writer.add(encode_sample(sample(case, 9, 0), case), "row-0", 0)
-        raise RuntimeError
+    batches = iter([encode_sample(sample(case, 9, 0), case)])
+
+    def produce() -> None:
+        with ShardWriter(store, case, 10**9) as writer:
+            while True:
+                writer.add(next(batches), "row-0", 0)
+
+    with pytest.raises(StopIteration):
+        produce()
     assert store.list() == []
 
 
@@ -126,7 +132,7 @@ def test_a_missing_shard_is_named(store):
     case = contract("raw")
     info = write(store, case, [sample(case, 8, 0)])[0]
     store.delete(info.name)
-    with pytest.raises(CorruptShard, match=f"{info.name}, row row-0.*missing"):
+    with pytest.raises(CorruptShard, match=rf"{info.name}, row row-0.*missing"):
         read_sample(store, info.name, info.entries[0], case)
     with pytest.raises(CorruptShard, match="missing"):
         verify_shard(store, info)
@@ -158,7 +164,7 @@ def test_nan_names_the_sample():
     case = contract("fp8")
     item = sample(case, 8, 0)
     item.last_hidden[1, 2] = 0x7FC0
-    with pytest.raises(StorageError, match="sample row-0: .*position 1, channel 2"):
+    with pytest.raises(StorageError, match=r"sample row-0: .*position 1, channel 2"):
         encode_sample(item, case)
 
 
