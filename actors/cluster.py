@@ -1,0 +1,46 @@
+"""Starting Ray for a job, or joining a running cluster."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayTaskError
+
+from actors.errors import ActorError
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """`address` is `local` (start Ray for this job), `auto` or a Ray address; `cpus` limits a local start."""
+
+    address: str = "local"
+    cpus: int | None = None
+
+
+@contextmanager
+def cluster(settings: ClusterSettings) -> Iterator[None]:
+    """A Ray connection for the time of the block."""
+    local = settings.address == "local"
+    try:
+        ray.init(
+            address=settings.address,
+            num_cpus=settings.cpus if local else None,
+            include_dashboard=False if local else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ActorError(f"cannot reach Ray at {settings.address!r}: {error}. Start it with `ray start --head`, or use `cluster=local`.") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def original_error(error: BaseException) -> BaseException:
+    """The error that an actor raised, out of Ray's wrapping."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error

@@ -1,0 +1,173 @@
+"""vLLM as target engine: hidden states of given rows, and answers to prompts.
+
+Both run vLLM inside the calling process (a Ray actor). `vllm_environment` must be in that process's environment before vLLM is imported.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.engines.base import Captured, EngineSettings
+from actors.engines.model_files import offline_environment
+from actors.errors import ActorError
+
+
+def vllm_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment of a process that holds a vLLM engine.
+
+    One OpenMP thread a process by default: two processes whose threads spin on the same cores slow each other down many times over.
+    """
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(settings.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        **offline_environment(settings.model),
+    }
+
+
+def _make_llm(settings: EngineSettings, **extra: Any) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ActorError(f"vLLM cannot be imported ({error}). Run `python -m pipelines.doctor`, or use `engine=hf`.") from error
+    return LLM(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_num_seqs=settings.batch_rows,
+        tensor_parallel_size=settings.tensor_parallel,
+        # A cached prefix belongs to another request: its states would never be computed for this one.
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=True,
+        **extra,
+    )
+
+
+class VllmPrefillEngine:
+    """Captures through vLLM's own `extract_hidden_states` and our connector."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(settings.model).get_text_config()
+        # vLLM id k is the residual stream after k layers; N, after all, is before the final norm.
+        self.layer_ids = settings.layer_ids
+        ids = sorted({layer + 1 for layer in settings.layer_ids} | {config.num_hidden_layers})
+        self.plane_of = {vllm_id - 1: plane for plane, vllm_id in enumerate(ids)}
+        self.last_plane = len(ids) - 1
+        self.max_length = settings.max_length
+        self.llm = _make_llm(
+            settings,
+            # One more than the longest row: a request always generates a token.
+            max_model_len=settings.max_length + 1,
+            max_num_batched_tokens=max(settings.batch_tokens, settings.batch_rows),
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            },
+            kv_transfer_config={
+                "kv_connector": "HiddenStatesConnector",
+                "kv_connector_module_path": "actors.engines.hidden_states_connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": "/dev/shm", "use_synchronization_lock": True},
+            },
+        )
+
+    def prefill(self, rows: Sequence[Sequence[int]]) -> list[Captured]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=list(row)) for row in rows]
+        outputs = self.llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False), use_tqdm=False)
+        self._drain()
+        return [self._take(output, row) for output, row in zip(outputs, rows, strict=True)]
+
+    def _drain(self) -> None:
+        """Step until the connector has handed over the last request: `generate` returns before that."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def _take(self, output: Any, row: Sequence[int]) -> Captured:
+        from actors.engines import hidden_states_connector as connector
+
+        key = output.kv_transfer_params["hidden_states_path"]
+        if key in connector.TAKEN:
+            ids, states = connector.TAKEN.pop(key)
+        else:
+            loaded = connector.load_hidden_states(key)
+            connector.cleanup_hidden_states(key)
+            ids, states = loaded["token_ids"], loaded["hidden_states"]
+        # Identity is checked per request: states of another request's tokens are the classic silent fault here.
+        if ids.tolist() != list(row):
+            raise ActorError(f"vLLM returned the hidden states of other tokens for request {output.request_id}: capture is not to be trusted")
+        planes = states.movedim(1, 0)
+        context = planes[[self.plane_of[layer] for layer in self.layer_ids]]
+        return Captured(context=context, last_hidden=planes[self.last_plane])
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Sampling of the target's answers."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids that the engine produced, the stop token included, and why it ended (`stop` or `length`)."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+class VllmAnswerEngine:
+    """Generates answers; prompts go in and answers come out as token ids, so that nothing is ever tokenized twice."""
+
+    def __init__(self, settings: EngineSettings, answers: AnswerSettings) -> None:
+        from vllm import SamplingParams
+
+        self.llm = _make_llm(
+            settings, max_model_len=settings.max_length, max_num_batched_tokens=max(settings.batch_tokens, settings.max_length), seed=answers.seed
+        )
+        self.stop_ids = frozenset(answers.stop_token_ids)
+        self.max_length = settings.max_length
+        self.sampling = SamplingParams(
+            temperature=answers.temperature,
+            top_p=answers.top_p,
+            top_k=answers.top_k,
+            min_p=answers.min_p,
+            max_tokens=answers.max_new_tokens,
+            stop_token_ids=sorted(answers.stop_token_ids),
+            # Whatever the model's generation config recommends is in our conf already, where a person can see it.
+            ignore_eos=False,
+            detokenize=False,
+        )
+        self._next = 0
+
+    def answer(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Answer]]:
+        """Yield (index into `prompts`, answer) as requests finish, in whatever order they do."""
+        from vllm.inputs import TokensPrompt
+
+        engine, index_of = self.llm.llm_engine, {}
+        for index, prompt in enumerate(prompts):
+            request, self._next = f"answer-{self._next}", self._next + 1
+            index_of[request] = index
+            engine.add_request(request, TokensPrompt(prompt_token_ids=list(prompt)), self.sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    done = output.outputs[0]
+                    yield index_of[output.request_id], Answer(list(done.token_ids), str(done.finish_reason))

@@ -1,0 +1,400 @@
+"""The training service: Ray Train workers that stream cached samples and train one drafter.
+
+Every number that must survive a restart lies in a checkpoint on storage; where a run stands is one global step, from which the
+reading order follows for any number of workers.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.errors import ActorError
+from drafters.anchors import sample_anchors
+from drafters.batch import SampleTensors, TrainBatch, pack
+from drafters.config import DrafterConfig
+from drafters.drafter import Drafter, Metrics
+from drafters.family import family_of
+from drafters.losses import LossWeights
+from drafters.target_head import TargetHead
+from storage.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from storage.contract import Contract
+from storage.manifest import Manifest
+from storage.object_store import ObjectStore
+from storage.order import ReadingOrder, anchor_seed, rank_slots
+from storage.reader import SampleReader
+from storage.sample import Sample
+from storage.target_files import load_head_weights, read_model_config
+
+CHECKPOINTS = "checkpoints"
+# Held-out rows draw the same anchors at every scoring.
+_HELDOUT_EPOCH = 2**31
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train. Samples, not tokens, are counted: `global_batch` samples a step over all workers.
+
+    Attributes:
+        anchors: blocks drawn from each sample and epoch.
+        micro_batch: samples a worker packs into one forward pass; the rest of its share is accumulated.
+        decay: slot k counts exp(-k / decay).
+        warmup: share of the steps in which the learning rate rises; after them it falls by a cosine to zero.
+        compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
+        heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
+    """
+
+    steps: int
+    global_batch: int
+    micro_batch: int
+    anchors: int
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float]
+    warmup: float
+    clip: float
+    decay: float
+    weights: LossWeights
+    compute: str
+    seed: int
+    heldout_rows: int
+    log_every: int
+    score_every: int
+    checkpoint_every: int
+    prefetch_mib: int
+    reader_threads: int
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """Everything a worker needs; no tensor among it."""
+
+    cache: ObjectStore
+    run: ObjectStore
+    contract: Contract
+    manifest_hash: str
+    model: str
+    drafter: DrafterConfig
+    settings: TrainSettings
+
+
+@ray.remote(num_cpus=0)
+class Board:
+    """Where rank 0 leaves metric rows for the driver."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def post(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+
+    def take(self) -> list[dict[str, Any]]:
+        rows, self._rows = self._rows, []
+        return rows
+
+
+def run_training(
+    recipe: TrainRecipe, workers: int, cpus: int, gpus: float, scratch: Path, on_row: Callable[[dict[str, Any]], None], max_failures: int = 3
+) -> None:
+    """Train to the last step, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
+
+    Raises:
+        ActorError: the workers failed `max_failures` times.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    board = Board.remote()
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"recipe": recipe, "board": board},
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        ),
+        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        run_config=RunConfig(name="train", storage_path=str(scratch), failure_config=FailureConfig(max_failures=max_failures)),
+    )
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=0.5)
+        for row in ray.get(board.take.remote()):
+            on_row(row)
+    for row in ray.get(board.take.remote()):
+        on_row(row)
+    if failure:
+        raise _told(failure[0])
+
+
+def _told(error: BaseException) -> BaseException:
+    """A worker's own error where it is one that a person can mend; Ray Train wraps it as text."""
+    failures = getattr(error, "worker_failures", None) or {}
+    first = next(iter(failures.values()), error)
+    first = getattr(first, "_base_exc", first)
+    return first if type(first).__module__.split(".")[0] in ("storage", "drafters", "actors") else ActorError(f"training failed: {first}")
+
+
+def _worker(config: dict[str, Any]) -> None:
+    import ray.train
+
+    context = ray.train.get_context()
+    # `Worker.run` owns everything that must be closed when it ends, well or not.
+    Worker(config["recipe"], config["board"], context.get_world_rank(), context.get_world_size()).run()
+
+
+class Worker:
+    """One rank. Plain enough to run without Ray (board None, world 1)."""
+
+    def __init__(self, recipe: TrainRecipe, board: Any, rank: int, world: int) -> None:
+        self.recipe, self.settings, self.board, self.rank, self.world = recipe, recipe.settings, board, rank, world
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        torch.manual_seed(self.settings.seed)
+        self.drafter = build_drafter(recipe.model, recipe.drafter, self.settings.compute).to(self.device)
+        self.module: torch.nn.Module = self.drafter
+        if world > 1:
+            self.module = torch.nn.parallel.DistributedDataParallel(self.drafter, broadcast_buffers=False)
+        self.optimizer = torch.optim.AdamW(
+            self.drafter.parameters(),
+            lr=self.settings.learning_rate,
+            betas=self.settings.betas,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        manifest = Manifest.load(recipe.cache, recipe.manifest_hash)
+        self.training, self.heldout = split_manifest(manifest, self.settings.heldout_rows)
+        self.order = ReadingOrder(self.training, self.settings.seed)
+        self.step = 0
+
+    def run(self) -> None:
+        """Train from the newest checkpoint to the last step."""
+        settings = self.settings
+        self._resume()
+        with self._reader(self.training) as reader:
+            samples = reader.stream(self._positions(self.step))
+            totals, since, waited, tokens = _Totals(), time.perf_counter(), 0.0, 0
+            while self.step < settings.steps:
+                batches, epoch, count = self._next_batches(samples)
+                gradient_norm = self._optimize(batches, totals)
+                tokens += count
+                self.step += 1
+                last = self.step == settings.steps
+                if self.step % settings.log_every == 0 or last:
+                    seconds = time.perf_counter() - since
+                    self._post(
+                        totals,
+                        epoch=epoch,
+                        samples=self.step * settings.global_batch,
+                        learning_rate=self.optimizer.param_groups[0]["lr"],
+                        gradient_norm=gradient_norm,
+                        tokens_per_second=tokens * self.world / seconds,
+                        data_wait_share=(reader.wait_seconds - waited) / seconds,
+                        step_seconds=seconds / (settings.log_every if self.step % settings.log_every == 0 else self.step % settings.log_every),
+                    )
+                    totals, since, waited, tokens = _Totals(), time.perf_counter(), reader.wait_seconds, 0
+                if self.step % settings.score_every == 0 or last:
+                    self._score()
+                    since = time.perf_counter()
+                if self.step % settings.checkpoint_every == 0 or last:
+                    self._save()
+                    since = time.perf_counter()
+
+    # One step
+
+    def _positions(self, start: int) -> Iterator[int]:
+        """This rank's samples from step `start` to the end, in reading order."""
+        for step in range(start, self.settings.steps):
+            _, positions = self.order.global_batch(step, self.settings.global_batch)
+            yield from rank_slots(positions, self.rank, self.world).tolist()
+
+    def _next_batches(self, samples: Iterator[Sample]) -> tuple[list[TrainBatch], int, int]:
+        epoch, positions = self.order.global_batch(self.step, self.settings.global_batch)
+        share = [next(samples) for _ in rank_slots(positions, self.rank, self.world)]
+        groups = [share[start : start + self.settings.micro_batch] for start in range(0, len(share), self.settings.micro_batch)]
+        return [self._pack(group, epoch) for group in groups], epoch, sum(len(sample.input_ids) for sample in share)
+
+    def _pack(self, samples: Sequence[Sample], epoch: int) -> TrainBatch:
+        tensors = [to_tensors(sample) for sample in samples]
+        anchors = [
+            sample_anchors(
+                tensor.loss_mask,
+                self.settings.anchors,
+                torch.Generator().manual_seed(anchor_seed(self.settings.seed, epoch, sample.row_id)),
+            )
+            for tensor, sample in zip(tensors, samples, strict=True)
+        ]
+        return pack(tensors, anchors).to(self.device)
+
+    def _optimize(self, batches: Sequence[TrainBatch], totals: "_Totals") -> float:
+        settings = self.settings
+        # The weight total of the whole global batch, before any loss is formed: means of means would weigh short samples more.
+        denominator = torch.stack([self.drafter.denominator(batch, settings.decay) for batch in batches]).sum()
+        self._sum_over_ranks(denominator)
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, batch in enumerate(batches):
+            with self._synchronized(number == len(batches) - 1):
+                loss, metrics = self.module(batch, settings.weights, settings.decay, denominator)
+                # DDP averages over ranks; the denominator is already the whole batch's, so the sum is wanted.
+                (loss * self.world).backward()
+            totals.add(metrics)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip))
+        if not math.isfinite(norm):
+            raise ActorError(
+                f"the gradient at step {self.step} is not finite (norm {norm}). The last checkpoint is intact; lower train.learning_rate, "
+                "or verify the cache."
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * schedule(self.step, settings.steps, settings.warmup)
+        self.optimizer.step()
+        return norm
+
+    def _synchronized(self, last: bool) -> Any:
+        from contextlib import nullcontext
+
+        if last or not isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        return self.module.no_sync()
+
+    def _sum_over_ranks(self, value: Tensor) -> None:
+        if self.world > 1:
+            dist.all_reduce(value)
+
+    # What is told and kept
+
+    def _post(self, totals: "_Totals", prefix: str = "", **also: float) -> None:
+        values = totals.means(self._sum_over_ranks)
+        if self.rank == 0 and self.board is not None:
+            named = {f"{prefix}{name}": value for name, value in values.items()}
+            ray.get(self.board.post.remote({"step": self.step, **also, **named}))
+
+    @torch.no_grad()
+    def _score(self) -> None:
+        """tau_teacher_forced and the rest on the held-out rows, each rank taking its share."""
+        totals = _Totals()
+        mine = rank_slots(np.arange(len(self.heldout)), self.rank, self.world).tolist()
+        with self._reader(self.heldout) as reader:
+            for sample in reader.stream(mine):
+                batch = self._pack([sample], _HELDOUT_EPOCH)
+                totals.add(self.drafter.training_step(batch, self.settings.weights, self.settings.decay, 1.0)[1])
+        self._post(totals, "heldout/")
+
+    def _reader(self, manifest: Manifest) -> SampleReader:
+        settings = self.settings
+        return SampleReader(self.recipe.cache, self.recipe.contract, manifest, settings.reader_threads, settings.prefetch_mib << 20)
+
+    def _save(self) -> None:
+        if self.rank == 0:
+            names = [name for name, _ in self.drafter.named_parameters()]
+            state = self.optimizer.state_dict()["state"]
+            tensors = {f"drafter/{name}": tensor for name, tensor in self.drafter.trainable_state().items()}
+            for index, values in state.items():
+                tensors |= {f"optimizer/{names[index]}/{key}": value for key, value in values.items()}
+            save_checkpoint(self.recipe.run, CHECKPOINTS, tensors, {"state": {"step": self.step, "manifest": self.recipe.manifest_hash}})
+        if self.world > 1:
+            dist.barrier()
+
+    def _resume(self) -> None:
+        if not has_checkpoint(self.recipe.run, CHECKPOINTS):
+            return
+        tensors, files = load_checkpoint(self.recipe.run, CHECKPOINTS)
+        self.drafter.load_trainable({name.removeprefix("drafter/"): t for name, t in tensors.items() if name.startswith("drafter/")})
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, (name, _) in enumerate(self.drafter.named_parameters()):
+            prefix = f"optimizer/{name}/"
+            state[index] = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.step = int(files["state"]["step"])
+
+
+class _Totals:
+    """Numerators and denominators added up until they are shown."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        for name, (numerator, denominator) in metrics.items():
+            pair = torch.stack([numerator.detach(), denominator.detach()]).double().cpu()
+            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def means(self, sum_over_ranks: Callable[[Tensor], None]) -> dict[str, float]:
+        """Each metric over all ranks. Every rank must call it: metrics without a trial on one rank still take part."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        table = torch.stack([self.sums[name] for name in names])
+        sum_over_ranks(table)
+        return {name: (row[0] / row[1]).item() for name, row in zip(names, table, strict=True) if row[1] > 0}
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor of the learning rate: linear over the first `warmup` share of the steps, then half a cosine to zero."""
+    rising = max(int(steps * warmup), 1)
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(steps - rising, 1)))
+
+
+def split_manifest(manifest: Manifest, heldout_rows: int) -> tuple[Manifest, Manifest]:
+    """(training, held-out): the rows with the smallest content hashes are held out, whatever the order they were cached in."""
+    if heldout_rows >= len(manifest):
+        raise ActorError(f"train.heldout_rows={heldout_rows} leaves nothing of the cache's {len(manifest)} samples to train on")
+    ids = manifest.table["row_id"].to_pylist()
+    held = set(sorted(ids)[:heldout_rows])
+    mask = np.array([row_id in held for row_id in ids])
+    return (
+        Manifest(manifest.table.filter(pa.array(~mask)), manifest.leases),
+        Manifest(manifest.table.filter(pa.array(mask)), manifest.leases),
+    )
+
+
+def to_tensors(sample: Sample) -> SampleTensors:
+    """A cached sample as tensors; bf16 bits are viewed, not converted."""
+    return SampleTensors(
+        input_ids=torch.from_numpy(sample.input_ids.astype(np.int64)),
+        loss_mask=torch.from_numpy(sample.loss_mask()),
+        context=torch.from_numpy(sample.context).view(torch.bfloat16),
+        last_hidden=torch.from_numpy(sample.last_hidden).view(torch.bfloat16),
+        last_rows=torch.from_numpy(sample.last_rows.astype(np.int64)),
+    )
+
+
+def build_drafter(model: str, config: DrafterConfig, compute: str) -> Drafter:
+    """A drafter over the frozen head of the target in folder `model`."""
+    weights = load_head_weights(Path(model))
+    model_config = read_model_config(Path(model))
+    head = TargetHead(
+        config.vocab_size, config.hidden_size, float(model_config["rms_norm_eps"]), family_of(model_config), getattr(torch, compute)
+    )
+    head.load(weights.embedding, weights.final_norm, weights.lm_head)
+    return Drafter(config, head)
+
+
+def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:
+    """What decides a run's result; a run folder made with other facts is not continued."""
+    return {
+        "contract": asdict(recipe.contract),
+        "manifest": recipe.manifest_hash,
+        "drafter": recipe.drafter.to_dict(),
+        "settings": {key: value for key, value in asdict(recipe.settings).items() if key not in _NOT_DECISIVE},
+    }
+
+
+_NOT_DECISIVE = ("log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "micro_batch")

@@ -1,0 +1,176 @@
+"""Cache the target's hidden states for the answered corpus: `python -m pipelines.cache target=qwen3_8b`.
+
+Resumes after any crash, and extends a finished cache by what `regenerate` has added.
+"""
+
+import sys
+import time
+from collections import Counter
+
+import hydra
+from omegaconf import DictConfig
+from pydantic import BaseModel, ConfigDict
+
+from actors.answers import AnswerStore
+from actors.cluster import cluster
+from actors.engines.base import EngineSettings
+from actors.ledger import LedgerSettings, LedgerStatus
+from actors.producer import CacheRecipe, ProducerSettings, run_cache
+from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
+from pipelines.machine import engine_count
+from pipelines.target import Target, describe
+from storage.commits import read_commits
+from storage.contract import Capture, Contract, ensure_contract
+from storage.manifest import Manifest
+from storage.object_store import ObjectStore
+
+
+class CacheConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    codec: str
+    max_length: int
+    last_hidden_rows: str
+    shard_mib: float
+
+
+class ProducerConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    engine: str
+    count: int | None
+    threads: int
+    gpus: float | None
+    dtype: str
+    batch_tokens: int
+    batch_rows: int
+    kv_cache_gib: int
+    tensor_parallel: int
+    pending_mib: int
+
+
+class LeaseConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rows: int
+    seconds: float
+    attempts: int
+
+
+class CacheJob(Job):
+    cache: CacheConfig
+    producer: ProducerConfig
+    lease: LeaseConfig
+
+
+@hydra.main(config_path="../conf", config_name="cache", version_base=None)
+@mendable
+def main(cfg: DictConfig) -> None:
+    job = CacheJob.from_config(cfg)
+    store = job.open_store()
+    answers = AnswerStore(store.child(job.places.answers))
+    if not answers.rows:
+        raise JobError(f"{answers.store.settings.root} holds no answers yet. Run `python -m pipelines.regenerate` with the same target and corpus.")
+    target = job.target.resolve(notices.print)
+    cache = store.child(job.places.cache)
+    recipe = make_recipe(job, target, cache, answers.store)
+    ensure_contract(cache, recipe.contract)
+    started = time.perf_counter()
+    ledger = LedgerSettings(job.lease.rows, job.lease.seconds, job.lease.attempts)
+    with cluster(job.cluster), progress() as bar:
+        task = bar.add_task("caching", total=answers.rows, note="starting the engines")
+        first: LedgerStatus | None = None
+
+        def watch(status: LedgerStatus) -> None:
+            nonlocal first
+            first = first or status
+            rate = (status.tokens - first.tokens) / max(time.perf_counter() - started, 1e-9)
+            failed = f"; [red]{sum(f.stop - f.start for f in status.failed)} failed[/]" if status.failed else ""
+            bar.update(task, completed=status.done, note=f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}")
+
+        status, reports = run_cache(recipe, answers.rows, ledger, watch)
+    summarize(job, target, cache, status, reports, time.perf_counter() - started)
+
+
+def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: ObjectStore) -> CacheRecipe:
+    """What the producers need to know, from the job's config."""
+    producer = job.producer
+    producers, gpus = engine_count(producer.count, producer.gpus, producer.threads)
+    capture = Capture(
+        layer_ids=target.layer_ids,
+        max_length=job.cache.max_length,
+        codec=job.cache.codec,
+        last_hidden_rows=job.cache.last_hidden_rows,  # type: ignore[arg-type]  # Contract checks the word
+    )
+    return CacheRecipe(
+        cache=cache,
+        answers=answers,
+        contract=Contract(target.identity, capture),
+        engine=EngineSettings(
+            model=str(target.folder),
+            layer_ids=target.layer_ids,
+            engine=producer.engine,
+            dtype=producer.dtype,
+            max_length=job.cache.max_length,
+            batch_tokens=producer.batch_tokens,
+            batch_rows=producer.batch_rows,
+            threads=producer.threads,
+            tensor_parallel=producer.tensor_parallel,
+            kv_cache_gib=producer.kv_cache_gib,
+        ),
+        mask_token_id=target.mask_token_id,
+        stop_ids=target.template.stop_ids,
+        settings=ProducerSettings(
+            producers=producers,
+            cpus=producer.threads,
+            gpus=gpus,
+            shard_bytes=int(job.cache.shard_mib * 2**20),
+            pending_bytes=producer.pending_mib << 20,
+        ),
+    )
+
+
+def summarize(
+    job: CacheJob, target: Target, cache: ObjectStore, status: LedgerStatus, reports: list[dict[str, float]], seconds: float
+) -> None:
+    """Compact the commits into a manifest, say what is in the cache, and exit with 1 if rows failed."""
+    commits = read_commits(cache)
+    manifest = Manifest.from_commits(commits)
+    manifest.save(cache)
+    skipped = Counter(row.reason for commit in commits for row in commit.skipped)
+    tokens = max(status.tokens, 1)
+    published = 12 * target.identity.hidden_size + 6  # five layers and the last hidden state in bf16, ids and mask
+    worked = sum(report["tokens"] for report in reports)
+    rate = f"{worked / seconds:.0f} tokens/s, engine start included" if worked else "nothing to do: all rows were cached"
+    failed = [{"start": f.start, "stop": f.stop, "reason": f.reason} for f in status.failed]
+    finish(
+        f"cache of {job.target.name} on {job.corpus.name}",
+        {
+            "rows": f"{status.cached} cached, {status.skipped} skipped" + (f", {status.rows - status.done} failed" if failed else ""),
+            "skipped": ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()) or "none",
+            "tokens": str(status.tokens),
+            "bytes a token": f"{status.bytes / tokens:.0f} ({status.bytes / tokens / published:.2f} of 12H+6), codec {job.cache.codec}",
+            "speed": rate,
+            "manifest": manifest.hash,
+            "stored": cache.settings.root,
+            **({"failed": "; ".join(f"rows {f['start']}-{f['stop'] - 1}: {f['reason']}" for f in failed)} if failed else {}),
+        },
+        {
+            "target": describe(target),
+            "manifest": manifest.hash,
+            "rows": status.rows,
+            "cached": status.cached,
+            "skipped": dict(skipped),
+            "failed": failed,
+            "tokens": status.tokens,
+            "bytes": status.bytes,
+            "bytes_per_token": status.bytes / tokens,
+            "of_published_layout": status.bytes / tokens / published,
+            "seconds": seconds,
+            "producers": reports,
+        },
+        job.result_path("cache"),
+    )
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,167 @@
+"""What every job shares: typed config, one-line errors, progress bars, the summary and the `result:` line."""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from actors.cluster import ClusterSettings, original_error
+from actors.errors import ActorError
+from corpus.errors import CorpusError
+from decoding.errors import DecodingError
+from drafters.errors import DrafterError
+from pipelines.report_data import ReportError
+from pipelines.target import TargetConfig, UnknownTarget, as_overrides
+from storage.errors import StorageError
+from storage.object_store import ObjectStore, StorageSettings
+from storage.places import Places
+
+# Progress and notices go to stderr, so that stdout ends with the `result:` line whatever happens on a terminal.
+notices = Console(stderr=True, highlight=False)
+output = Console(highlight=False, soft_wrap=True)
+
+
+class JobError(Exception):
+    """The job cannot be done as asked."""
+
+
+MENDABLE = (JobError, ReportError, UnknownTarget, ActorError, CorpusError, DecodingError, DrafterError, StorageError)
+JobType = TypeVar("JobType", bound="Job")
+
+
+class CorpusConfig(BaseModel):
+    """Which prompts: `bundled:train`, or a JSONL file; the held-out part from a file of its own, or a share by content hash."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    train: str
+    heldout: str | None
+    heldout_share: float
+    max_train: int | None
+    max_heldout: int | None
+
+
+class Job(BaseModel):
+    """The part of a job's config that all jobs have. Subclasses add theirs; an unknown or ill-typed key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    output: Path
+    target: TargetConfig
+    storage: StorageSettings
+    corpus: CorpusConfig
+    cluster: ClusterSettings
+
+    @classmethod
+    def from_config(cls: type[JobType], cfg: DictConfig) -> JobType:
+        """Build the job from Hydra's config, reporting every mistake at once.
+
+        Raises:
+            JobError: with one line for each mistake.
+        """
+        try:
+            job = cls.model_validate(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+        except OmegaConfBaseException as error:
+            raise JobError(f"config: {str(error).splitlines()[0]}") from error
+        except ValidationError as error:
+            lines = [f"  {'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors()]
+            raise JobError("config:\n" + "\n".join(lines)) from error
+        # Ray workers have other working folders.
+        root = job.storage.root if "://" in job.storage.root else str(Path(job.storage.root).expanduser().resolve())
+        return job.model_copy(
+            update={"output": job.output.expanduser().resolve(), "storage": dataclasses.replace(job.storage, root=root)},
+        )
+
+    @property
+    def places(self) -> Places:
+        return Places(self.target.name, self.corpus.name)
+
+    def open_store(self) -> ObjectStore:
+        """The storage root, checked to be writable before any long work starts."""
+        store = ObjectStore(self.storage)
+        store.check_writable()
+        return store
+
+    def result_path(self, name: str) -> Path:
+        """Local path of this job's JSON result."""
+        return self.output / self.target.name / self.corpus.name / f"{name}.json"
+
+
+def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """Print an error that a person can mend as one line and exit with 2; anything else stays a traceback."""
+
+    @functools.wraps(body)
+    def run(cfg: DictConfig) -> None:
+        try:
+            body(cfg)
+        except KeyboardInterrupt:
+            notices.print("[yellow]stopped[/]: run the same command again to go on")
+            sys.exit(130)
+        except Exception as error:
+            cause = original_error(error)
+            if not isinstance(cause, MENDABLE):
+                raise
+            notices.print("[red]error[/]:", str(cause), markup=True, soft_wrap=True)
+            sys.exit(2)
+
+    return run
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Run a Hydra `main`, accepting a target in any usual spelling: `target=Qwen/Qwen3-8B`."""
+    try:
+        sys.argv[1:] = as_overrides(sys.argv[1:])
+    except UnknownTarget as error:
+        notices.print("[red]error[/]:", str(error), soft_wrap=True)
+        sys.exit(2)
+    # Nobody is ever asked anything, and no library reports home.
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    main()
+
+
+def progress() -> Progress:
+    """A progress bar on stderr with count, rate text, elapsed and remaining time."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=notices,
+    )
+
+
+def finish(title: str, rows: Mapping[str, str], result: Mapping[str, Any], path: Path) -> None:
+    """Print the one-screen summary, write the result JSON, and name it on the last line of stdout."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    output.print(table)
+    write_json(path, {**result, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    print(f"result: {path}", flush=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror}. Give another folder with `output=...`.") from error

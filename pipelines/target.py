@@ -1,0 +1,169 @@
+"""The target by name: conf names in any usual spelling, hub ids, local folders; and what is derived where a conf is silent."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.engines.model_files import Notify, resolve_model
+from corpus.template import ChatTemplate
+from storage.contract import TargetIdentity
+from storage.target_files import read_model_config, target_identity
+
+CONF = Path(__file__).parent.parent / "conf" / "target"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class UnknownTarget(Exception):
+    """No target of that name."""
+
+
+class SamplingConfig(BaseModel):
+    """How the target answers: its recommended sampling parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    temperature: float = Field(ge=0.0, le=2.0)
+    top_p: float = Field(gt=0.0, le=1.0)
+    top_k: int = Field(ge=0)
+    min_p: float = Field(ge=0.0, le=1.0)
+    max_new_tokens: int = Field(ge=1)
+
+
+class TargetConfig(BaseModel):
+    """One file of conf/target."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    model: str
+    revision: str | None
+    layer_ids: tuple[int, ...] | None
+    mask_token: int | str | None
+    model_cache: str
+    sampling: SamplingConfig
+    enable_thinking: bool
+
+    def resolve(self, notify: Notify) -> "Target":
+        """Fetch the target's files and fill in what the conf leaves open.
+
+        Raises:
+            ActorError: the model cannot be had.
+            UnknownTarget: a layer id or the mask token does not exist in this model.
+        """
+        folder = resolve_model(self.model, self.revision, self.model_cache, notify)
+        config = read_model_config(folder)
+        template = ChatTemplate(folder)
+        layers = int(config["num_hidden_layers"])
+        layer_ids = tuple(sorted(self.layer_ids)) if self.layer_ids is not None else default_layer_ids(layers)
+        # The final layer is not allowed: its output is what `last_hidden` already holds.
+        wrong = [layer for layer in layer_ids if not -1 <= layer < layers - 1]
+        if wrong or len(set(layer_ids)) != len(layer_ids):
+            raise UnknownTarget(f"target.layer_ids={list(layer_ids)}: ids must be distinct and in -1..{layers - 2} for {self.model}")
+        mask = mask_token_id(self.mask_token, template, int(config["vocab_size"]))
+        if self.layer_ids is None or self.mask_token is None:
+            notify(f"derived for {self.name}: layer_ids={list(layer_ids)}, mask token id {mask}")
+        return Target(self, folder, target_identity(folder, self.model, self.revision), layer_ids, mask, template)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target whose files lie on this machine."""
+
+    config: TargetConfig
+    folder: Path
+    identity: TargetIdentity
+    layer_ids: tuple[int, ...]
+    mask_token_id: int
+    template: ChatTemplate
+
+
+def default_layer_ids(layers: int, count: int = 5) -> tuple[int, ...]:
+    """Evenly from decoder layer 1 to N-3, as in the released drafters (36 layers: 1, 9, 17, 25, 33)."""
+    last = max(layers - 3, 1)
+    return tuple(sorted({int(1 + (last - 1) * step / (count - 1) + 0.5) for step in range(count)}))
+
+
+def mask_token_id(given: int | str | None, template: ChatTemplate, vocab_size: int) -> int:
+    """The token that stands for "not yet known" in a draft block.
+
+    By rule: the conf's, else the first embedding row that no token uses, else a special token that calls itself reserved or unused.
+    Never pad or eos: the drafter would meet them in real text.
+    """
+    vocabulary = template.vocabulary()
+    if isinstance(given, str):
+        if given not in vocabulary:
+            raise UnknownTarget(f"target.mask_token={given!r} is not in the tokenizer's vocabulary")
+        return vocabulary[given]
+    if given is not None:
+        if not 0 <= given < vocab_size:
+            raise UnknownTarget(f"target.mask_token={given} is outside the vocabulary of {vocab_size}")
+        return given
+    first_spare = max(vocabulary.values()) + 1
+    if first_spare < vocab_size:
+        return first_spare
+    named = sorted(token_id for token, token_id in vocabulary.items() if re.fullmatch(r"<\|?(reserved|unused)[\w|]*>", token))
+    if named:
+        return named[0]
+    raise UnknownTarget("this vocabulary has no spare row and no reserved token: name a special token that no text holds, `target.mask_token=...`")
+
+
+def known_targets() -> dict[str, str]:
+    """Conf name -> model, of every file in conf/target but `custom`."""
+    files = sorted(path for path in CONF.glob("*.yaml") if path.stem != "custom")
+    return {path.stem: str(yaml.safe_load(path.read_text())["model"]) for path in files}
+
+
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """Hydra overrides with `target=` in any usual spelling brought to a conf name, or to `custom` for a hub id or folder.
+
+    Raises:
+        UnknownTarget: with the known names and the nearest match.
+    """
+    overrides: list[str] = []
+    for argument in arguments:
+        if argument.startswith("target="):
+            overrides += _target_overrides(argument.removeprefix("target="))
+        else:
+            overrides.append(argument)
+    return overrides
+
+
+def _target_overrides(given: str) -> list[str]:
+    known = known_targets()
+    spellings: dict[str, str] = {}
+    for name, model in known.items():
+        spellings[_plain(name)] = name
+        spellings[_plain(model)] = name
+    if (name := spellings.get(_plain(given))) is not None:
+        return [f"target={name}"]
+    if given == "custom":
+        return ["target=custom"]
+    if Path(given).expanduser().is_dir() or _HUB_ID.fullmatch(given):
+        path = Path(given).expanduser()
+        model = str(path.resolve()) if path.is_dir() else given
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name).lower()
+        return ["target=custom", f"target.name={name}", f"target.model={json.dumps(model)}"]
+    near = difflib.get_close_matches(_plain(given), spellings, n=1, cutoff=0.4)
+    hint = f" Did you mean {spellings[near[0]]}?" if near else ""
+    raise UnknownTarget(f"there is no target {given!r}.{hint} Known: {', '.join(known)}; or give a hub id (ORG/NAME) or a local folder.")
+
+
+def _plain(name: str) -> str:
+    """`Qwen/Qwen3-8B`, `Qwen3-8B` and `qwen3_8b` are one name."""
+    return re.sub(r"[^a-z0-9]+", "_", name.rsplit("/", 1)[-1].lower()).strip("_")
+
+
+def describe(target: Target) -> dict[str, Any]:
+    """What a result file says of the target."""
+    return {
+        "name": target.config.name,
+        "model": target.config.model,
+        "layer_ids": list(target.layer_ids),
+        "mask_token_id": target.mask_token_id,
+        "sampling": target.config.sampling.model_dump(),
+    }

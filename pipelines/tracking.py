@@ -1,0 +1,59 @@
+"""Weights & Biases: online where a key is configured, offline otherwise, never asking."""
+
+import hashlib
+import netrc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Track = Callable[[dict[str, Any]], None]
+
+
+class TrackingConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    enabled: bool
+    project: str
+    mode: Literal["online", "offline"] | None
+
+
+def wandb_mode() -> Literal["online", "offline"]:
+    """Online only where a key is configured."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return "offline"
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    try:
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+    return "online" if "api.wandb.ai" in hosts else "offline"
+
+
+@contextmanager
+def tracker(config: TrackingConfig, name: str, folder: Path, facts: dict[str, Any]) -> Iterator[Track]:
+    """A function that logs a metrics row; the run keeps its id across resumes, being derived from its folder and facts."""
+    if not config.enabled:
+        yield lambda row: None
+        return
+    import wandb
+
+    run_id = hashlib.blake2b(f"{folder}\n{facts['manifest']}\n{facts['settings']}".encode(), digest_size=6).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=config.project,
+        name=name,
+        id=run_id,
+        resume="allow",
+        mode=config.mode or wandb_mode(),
+        dir=str(folder),
+        config=facts,
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
+    try:
+        yield lambda row: run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+    finally:
+        run.finish(quiet=True)
