@@ -1,8 +1,8 @@
 """The target's answers on storage: immutable parts, and an index that gives every row a number that never changes.
 
-    <answers>/settings.json              how they were generated; other settings are refused, never mixed in
-    <answers>/parts/<hash>.arrow         rows, written by the actor that generated them
-    <answers>/index/<first>-<count>.json written after its part, by the driver alone; a part without one is garbage
+<answers>/settings.json              how they were generated; other settings are refused, never mixed in
+<answers>/parts/<hash>.arrow         rows, written by the actor that generated them
+<answers>/index/<first>-<count>.json written after its part, by the driver alone; a part without one is garbage
 """
 
 import hashlib
@@ -142,7 +142,9 @@ class AnswerStore:
         if self._loaded is None or self._loaded[0] != part.key:
             rows, _ = decode_answers(self.store.get(part.key), self.store.url(part.key))
             if len(rows) != part.rows:
-                raise ActorError(f"{self.store.url(part.key)} holds {len(rows)} rows, its index says {part.rows}; remove both, run `regenerate`")
+                raise ActorError(
+                    f"{self.store.url(part.key)} holds {len(rows)} rows, its index says {part.rows}; remove both, run `regenerate`"
+                )
             self._loaded = (part.key, rows)
         return self._loaded[1]
 

@@ -32,7 +32,9 @@ def cluster(settings: ClusterSettings) -> Iterator[None]:
             logging_level=logging.ERROR,
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ActorError(f"cannot reach Ray at {settings.address!r}: {error}. Start it with `ray start --head`, or use `cluster=local`.") from error
+        raise ActorError(
+            f"cannot reach Ray at {settings.address!r}: {error}. Start it with `ray start --head`, or use `cluster=local`."
+        ) from error
     try:
         yield
     finally:

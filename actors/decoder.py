@@ -35,7 +35,6 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-@ray.remote(max_restarts=1)
 class Decoder:
     """Holds the target and one drafter."""
 
@@ -46,7 +45,8 @@ class Decoder:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, settings.dtype)
         self.batch_size = settings.batch_size
-        self.target = TransformersTarget(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device), layer_ids)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self.target = TransformersTarget(loaded.to(device), layer_ids)
         files = load_drafter(drafter)
         self.drafter = build_drafter(model, DrafterConfig.from_dict(files.config), settings.dtype)
         self.drafter.load_trainable(files.tensors)
@@ -62,6 +62,9 @@ class Decoder:
             request_ids=[prompt.number for prompt in prompts],
             batch_size=self.batch_size,
         )
+
+
+DecoderActor: Any = ray.remote(max_restarts=1)(Decoder)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def decode_prompts(
     groups = [prompts[start : start + settings.batch_size] for start in range(0, len(prompts), settings.batch_size)]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     actors = [
-        Decoder.options(num_cpus=settings.threads, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
+        DecoderActor.options(num_cpus=settings.threads, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
             model, layer_ids, drafter, settings
         )
         for _ in range(min(settings.actors, len(groups)))

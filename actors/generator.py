@@ -35,11 +35,17 @@ class GeneratorSettings:
     enable_thinking: bool = False
 
 
-@ray.remote(max_restarts=0)
-class AnswerGenerator:
+class Generator:
     """One vLLM engine. Prompts, answers and rows stay token ids throughout."""
 
-    def __init__(self, engine: EngineSettings, answers: AnswerSettings, settings: GeneratorSettings, store: ObjectStore, provenance: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: EngineSettings,
+        answers: AnswerSettings,
+        settings: GeneratorSettings,
+        store: ObjectStore,
+        provenance: Mapping[str, Any],
+    ) -> None:
         self.settings, self.store, self.provenance = settings, store, provenance
         self.template = ChatTemplate(Path(engine.model))
         self.engine = VllmAnswerEngine(engine, answers)
@@ -83,6 +89,9 @@ class AnswerGenerator:
             return [], str(refused)
         too_long = len(prompt) + 1 >= self.engine.max_length
         return prompt, f"the prompt's {len(prompt)} tokens leave no room in max_length={self.engine.max_length}" if too_long else ""
+
+
+AnswerGenerator: Any = ray.remote(max_restarts=0)(Generator)
 
 
 @dataclass
@@ -202,5 +211,7 @@ class _Pool:
             self.deaths += 1
             if self.deaths >= self.settings.max_attempts * max(1, self.settings.actors):
                 reason = str(error).strip().splitlines()[0]
-                raise ActorError(f"the answer engines died {self.deaths} times, last: {reason}. Run `python -m pipelines.doctor`.") from error
+                raise ActorError(
+                    f"the answer engines died {self.deaths} times, last: {reason}. Run `python -m pipelines.doctor`."
+                ) from error
             self.pending.extend(left.values())

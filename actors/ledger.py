@@ -152,7 +152,7 @@ class Ledger:
         return True
 
     def complete(self, lease: str, shards: Sequence[ShardInfo], skipped: Sequence[Skipped]) -> bool:
-        """Commit a lease's result. False: another producer's result was committed before, or these rows are not open; the shards are garbage.
+        """Commit a lease's result. False: its rows are not open, another's result was committed before; the shards are garbage.
 
         A result is taken from whoever brings it first, holder or not: the rows are the same, and the work is done.
 
@@ -221,7 +221,9 @@ def _stored_epoch(store: ObjectStore) -> int:
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError) as error:
-        raise ActorError(f"{store.url(_EPOCH_KEY)} is damaged ({error!r}). Remove it while no `cache` job runs; the commits tell the rest.") from error
+        raise ActorError(
+            f"{store.url(_EPOCH_KEY)} is damaged ({error!r}). Remove it while no `cache` job runs; the commits tell the rest."
+        ) from error
 
 
 def _gaps(done: Sequence[tuple[int, int]], rows: int, lease_rows: int) -> list[tuple[int, int]]:

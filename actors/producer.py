@@ -29,8 +29,6 @@ from storage.object_store import ObjectStore
 from storage.sample import Sample, supervised_rows
 from storage.shard import ShardWriter, encode_sample
 
-CacheLedger = ray.remote(Ledger)
-
 
 @dataclass(frozen=True)
 class ProducerSettings:
@@ -74,8 +72,7 @@ class CacheRecipe:
     settings: ProducerSettings
 
 
-@ray.remote(max_restarts=0)
-class TargetProducer:
+class Producer:
     """Holds one engine and works through leases until the ledger has no more."""
 
     def __init__(self, name: str, recipe: CacheRecipe) -> None:
@@ -153,6 +150,10 @@ class TargetProducer:
                 self.budget.give(sample_bytes(sample))
 
 
+TargetProducer: Any = ray.remote(max_restarts=0)(Producer)
+CacheLedger: Any = ray.remote(Ledger)
+
+
 class _Heartbeat:
     """Tells the ledger, from a thread, that the lease is in good hands."""
 
@@ -187,9 +188,7 @@ def skip_reason(row: AnsweredRow, recipe: CacheRecipe) -> str:
     return ""
 
 
-def batches(
-    rows: Sequence[tuple[int, AnsweredRow]], batch_tokens: int, batch_rows: int
-) -> Iterator[list[tuple[int, AnsweredRow]]]:
+def batches(rows: Sequence[tuple[int, AnsweredRow]], batch_tokens: int, batch_rows: int) -> Iterator[list[tuple[int, AnsweredRow]]]:
     """Group rows, longest first, so that a batch holds at most `batch_tokens` tokens (a longer row goes alone) and `batch_rows` rows."""
     batch: list[tuple[int, AnsweredRow]] = []
     held = 0
@@ -250,9 +249,9 @@ def run_cache(
 
     def start(number: int) -> tuple[Any, Any, str]:
         name = f"producer-{number}"
-        actor = TargetProducer.options(
-            num_cpus=settings.cpus, num_gpus=settings.gpus, runtime_env={"env_vars": environment}
-        ).remote(name, recipe)
+        actor = TargetProducer.options(num_cpus=settings.cpus, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
+            name, recipe
+        )
         return actor.run.remote(ledger), actor, name
 
     running = {reference: (actor, name) for reference, actor, name in map(start, range(wanted))}

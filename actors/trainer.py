@@ -88,9 +88,8 @@ class TrainRecipe:
     settings: TrainSettings
 
 
-@ray.remote(num_cpus=0)
 class Board:
-    """Where rank 0 leaves metric rows for the driver."""
+    """Where rank 0 leaves metric rows for the driver. Metadata only."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -103,8 +102,17 @@ class Board:
         return rows
 
 
+BoardActor: Any = ray.remote(num_cpus=0)(Board)
+
+
 def run_training(
-    recipe: TrainRecipe, workers: int, cpus: int, gpus: float, scratch: Path, on_row: Callable[[dict[str, Any]], None], max_failures: int = 3
+    recipe: TrainRecipe,
+    workers: int,
+    cpus: int,
+    gpus: float,
+    scratch: Path,
+    on_row: Callable[[dict[str, Any]], None],
+    max_failures: int = 3,
 ) -> None:
     """Train to the last step, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
 
@@ -114,7 +122,7 @@ def run_training(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    board = Board.remote()
+    board = BoardActor.remote()
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"recipe": recipe, "board": board},
@@ -206,7 +214,8 @@ class Worker:
                         gradient_norm=gradient_norm,
                         tokens_per_second=tokens * self.world / seconds,
                         data_wait_share=(reader.wait_seconds - waited) / seconds,
-                        step_seconds=seconds / (settings.log_every if self.step % settings.log_every == 0 else self.step % settings.log_every),
+                        step_seconds=seconds
+                        / (settings.log_every if self.step % settings.log_every == 0 else self.step % settings.log_every),
                     )
                     totals, since, waited, tokens = _Totals(), time.perf_counter(), reader.wait_seconds, 0
                 if self.step % settings.score_every == 0 or last:

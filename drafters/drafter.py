@@ -75,13 +75,13 @@ class Drafter(nn.Module):
         m = None if self.head is None or embedded is None else self.head.latent_of(h, embedded)
         valid = targets.valid
         slot_weight = slot_weights(self.config.block_length, decay).to(h.device).expand(valid.shape)[valid]
-        teacher = self.target_head.normed(batch.last_hidden[targets.teacher_rows[valid]])
         terms = draft_loss(
             h[valid],
             None if m is None else m[valid],
             None if self.head is None else self.head.W2,
             self.target_head,
-            teacher,
+            self.target_head.normed(batch.last_hidden),
+            targets.teacher_rows[valid],
             targets.labels[valid],
             slot_weight.to(h.dtype),
             weights,

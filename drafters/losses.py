@@ -10,6 +10,7 @@ Adding a constant to s changes nothing, so s + 1 = 2 [p > t] serves: with q = p 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from drafters.target_head import TargetHead
 # Two float32 buffers of chunk x vocabulary are held at a time; this many bytes for both.
 _CHUNK_BYTES = 64 * 2**20
 # Rows whose softmax and gradient are worked out together on the CPU: few enough that they stay in the second-level cache between passes.
-_CACHE_ROWS = 4
+_CACHE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def draft_loss(
     W2: Tensor | None,
     target_head: TargetHead,
     teacher: Tensor,
+    teacher_rows: Tensor,
     labels: Tensor,
     weights: Tensor,
     alphas: LossWeights,
@@ -77,16 +79,30 @@ def draft_loss(
         h: [N, H] the drafter's hidden states after its final norm.
         m, W2: [N, r] and [r, V] of the sequential head, or None for none.
         target_head: the frozen LM head; its dtype decides the products' precision, softmax is float32 or float64.
-        teacher: [N, H] the target's last hidden states after its final norm.
+        teacher: [R, H] the target's last hidden states after its final norm.
+        teacher_rows: [N] int64, each slot's row of teacher. Blocks overlap, so rows come up several times and are worked out once a chunk.
         labels: [N] int64.
         weights: [N] weight of each slot, 0 for one that does not count.
         alphas: how much of each term is in `total`.
-        chunk_rows: rows at a time; by default as many as keep the logits buffers at 64 MiB.
+        chunk_rows: slots at a time; by default as many as keep the logits buffers within 64 MiB.
     """
     with_grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (h, m, W2))
     rows = chunk_rows or max(1, _CHUNK_BYTES // (2 * target_head.vocab_size * h.element_size()))
-    total, ce, tv, match = _ChunkedLoss.apply(h, m, W2, target_head, teacher, labels, weights, alphas, rows, with_grads)
+    slots = _Slots(teacher, teacher_rows, labels, weights, alphas, with_grads)
+    total, ce, tv, match = _ChunkedLoss.apply(h, m, W2, target_head, slots, rows)
     return DraftLoss(total, (weights * ce).sum(), (weights * tv).sum(), 1 - tv / 2, match)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What the loss needs to know of N slots besides the tensors that take a gradient."""
+
+    teacher: Tensor
+    teacher_rows: Tensor
+    labels: Tensor
+    weights: Tensor
+    alphas: LossWeights
+    with_grads: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -94,82 +110,84 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        h: Tensor,
-        m: Tensor | None,
-        W2: Tensor | None,
-        target_head: TargetHead,
-        teacher: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        alphas: LossWeights,
-        chunk_rows: int,
-        with_grads: bool,
+        ctx: Any, h: Tensor, m: Tensor | None, W2: Tensor | None, target_head: TargetHead, slots: _Slots, chunk_rows: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count, vocab = h.shape[0], target_head.vocab_size
+        count, with_grads = h.shape[0], slots.with_grads
         chunk_rows = max(1, min(chunk_rows, count))
-        buffers = [h.new_empty(chunk_rows, vocab) for _ in range(2)]
+        buffer = h.new_empty(2 * chunk_rows, target_head.vocab_size)
         ce, tv = h.new_empty(count), h.new_empty(count)
         match = torch.empty(count, dtype=torch.bool, device=h.device)
         grad_h = torch.empty_like(h) if with_grads else None
         grad_m = torch.empty_like(m) if with_grads and m is not None else None
-        grad_W2 = torch.zeros_like(W2) if with_grads and W2 is not None else None
+        grad_W2 = torch.empty_like(W2) if with_grads and W2 is not None else None
+        order = slots.teacher_rows.argsort(stable=True)
         for start in range(0, count, chunk_rows):
-            part = slice(start, min(start + chunk_rows, count))
-            z, t = (buffer[: part.stop - part.start] for buffer in buffers)
-            target_head.shape_logits_(project(teacher[part], target_head.lm_head, out=t))
-            target_head.shape_logits_(project(h[part], target_head.lm_head, out=z))
+            rows = order[start : start + chunk_rows]
+            used, local = slots.teacher_rows[rows].unique_consecutive(return_inverse=True)
+            # Drafter and teacher in one product: the head's weights are read once for both.
+            both = buffer[: len(rows) + len(used)]
+            target_head.shape_logits_(project(torch.cat([h[rows], slots.teacher[used]]), target_head.lm_head, out=both))
+            z, t = both.split([len(rows), len(used)])
             slope = _softcap_slope(z, target_head) if with_grads else None
-            if m is not None and W2 is not None:
-                _add_product_(z, m[part], W2, target_head)
-            ce[part], tv[part], match[part] = _rows_(z, t, labels[part], weights[part], alphas, with_grads)
-            if grad_m is not None and grad_W2 is not None and W2 is not None and m is not None:
-                grad_m[part] = _product(z, W2.t(), target_head)
-                _add_product_(grad_W2, m[part].t(), z, target_head)
+            latent = None if m is None else m[rows]
+            if latent is not None and W2 is not None:
+                _product_(z, latent, W2, target_head, add=True)
+            ce[rows], tv[rows], match[rows] = _rows_(z, t, local, slots.labels[rows], slots.weights[rows], slots.alphas, with_grads)
+            if grad_m is not None and grad_W2 is not None and W2 is not None and latent is not None:
+                grad_m[rows] = _product_(torch.empty_like(latent), z, W2.t(), target_head)
+                _product_(grad_W2, latent.t(), z, target_head, add=start > 0)
             if grad_h is not None:
-                grad_h[part] = _into_head(z if slope is None else z.mul_(slope), target_head)
+                grad_h[rows] = _into_head(z if slope is None else z.mul_(slope), target_head)
         ctx.grads = (grad_h, grad_m, grad_W2)
         ctx.mark_non_differentiable(ce, tv, match)
-        return (weights * (alphas.ce * ce + alphas.tv * tv)).sum(), ce, tv, match
+        return (slots.weights * (slots.alphas.ce * ce + slots.alphas.tv * tv)).sum(), ce, tv, match
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0]
         scaled = [None if grad is None else grad * scale for grad in ctx.grads]
-        return (*scaled, *[None] * 7)
+        return (*scaled, None, None, None)
 
 
-def _rows_(z: Tensor, t: Tensor, labels: Tensor, weights: Tensor, alphas: LossWeights, with_grads: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """CE, TV1 and argmax agreement of a chunk's rows; z becomes the gradient of the weighted loss, t is used up."""
-    step = _CACHE_ROWS if z.device.type == "cpu" else z.shape[0]
-    p, q = torch.empty_like(z[:step]), torch.empty_like(z[:step])
+def _rows_(
+    z: Tensor, t: Tensor, local: Tensor, labels: Tensor, weights: Tensor, alphas: LossWeights, with_grads: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """CE, TV1 and argmax agreement of a chunk: logits z [n, V], the teacher's t [u, V], and each row's teacher [n].
+
+    z becomes the gradient of the weighted loss, t the teacher's probabilities.
+    """
+    step = _CACHE_ROWS if z.device.type == "cpu" else max(z.shape[0], 1)
+    for few in t.split(step):
+        few.sub_(few.amax(1, keepdim=True)).exp_().div_(few.sum(1, keepdim=True))
+    teacher_best = argmax(t)[local]
+    scratch = [torch.empty_like(z[:step]) for _ in range(3)]
     results = []
     for start in range(0, z.shape[0], step):
         rows = slice(start, start + step)
-        count = z[rows].shape[0]
-        results.append(_few_rows_(z[rows], t[rows], p[:count], q[:count], labels[rows], weights[rows], alphas, with_grads))
-    ce, tv, match = (torch.cat(column) for column in zip(*results, strict=True))
-    return ce, tv, match
+        p, q, difference = (buffer[: z[rows].shape[0]] for buffer in scratch)
+        torch.index_select(t, 0, local[rows], out=q)
+        results.append(_few_rows_(z[rows], p, q, difference, labels[rows], weights[rows], alphas, with_grads))
+    ce, tv, best = (torch.cat(column) for column in zip(*results, strict=True))
+    return ce, tv, best == teacher_best
 
 
 def _few_rows_(
-    z: Tensor, t: Tensor, p: Tensor, q: Tensor, labels: Tensor, weights: Tensor, alphas: LossWeights, with_grads: bool
+    z: Tensor, p: Tensor, q: Tensor, difference: Tensor, labels: Tensor, weights: Tensor, alphas: LossWeights, with_grads: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    picked = labels[:, None]
-    label_logit, highest = z.gather(1, picked).squeeze(1), z.amax(1)
+    """CE, TV1 and the drafter's argmax of a few rows: logits z, the teacher's probabilities q; p and difference are scratch."""
     torch.softmax(z, 1, out=p)
-    torch.softmax(t, 1, out=q)
-    # The largest probability is exp(highest - logsumexp): one cheap pass instead of another exponential one.
-    ce = highest - p.amax(1).log() - label_logit
-    match = argmax(p) == argmax(q)
-    difference = torch.sub(p, q, out=t)
+    best = argmax(p)
+    picked, top = labels[:, None], best[:, None]
+    # The largest probability is exp(its logit - logsumexp): no further pass over the vocabulary is needed for the cross entropy.
+    ce = (z.gather(1, top) - p.gather(1, top).log() - z.gather(1, picked)).squeeze(1)
+    torch.sub(p, q, out=difference)
     if with_grads:
         torch.ops.aten.threshold_backward.grad_input(p, difference, 0.0, grad_input=q)  # q = p [p > t] in one pass
         above = q.sum(1)
         torch.mul(p, (weights * (alphas.ce - 2 * alphas.tv * above))[:, None], out=z)
         z.addcmul_(q, (2 * alphas.tv * weights)[:, None])
         z.scatter_add_(1, picked, (-alphas.ce * weights)[:, None])
-    return ce, difference.abs_().sum(1), match
+    return ce, difference.abs_().sum(1), best
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -198,22 +216,11 @@ def _into_head(grad: Tensor, target_head: TargetHead) -> Tensor:
     return grad @ weight if weight.dtype == grad.dtype else (grad.to(weight.dtype) @ weight).to(grad.dtype)
 
 
-def _product(a: Tensor, b: Tensor, target_head: TargetHead) -> Tensor:
-    """a @ b at the head's precision."""
-    if target_head.compute_dtype != torch.bfloat16:
-        return a @ b
-    if a.device.type != "cpu":
-        return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=a.dtype)
-    with bf16_operands():
-        return a @ b
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor, target_head: TargetHead) -> None:
-    """total += a @ b at the head's precision, without a temporary of total's size."""
-    if target_head.compute_dtype != torch.bfloat16:
-        total.addmm_(a, b)
-    elif total.device.type != "cpu":
-        total.add_(torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=total.dtype))
-    else:
-        with bf16_operands():
-            total.addmm_(a, b)
+def _product_(out: Tensor, a: Tensor, b: Tensor, target_head: TargetHead, add: bool = False) -> Tensor:
+    """out = a @ b, or out += a @ b, at the head's precision and without a temporary of out's size on the CPU."""
+    if target_head.compute_dtype == torch.bfloat16 and out.device.type != "cpu":
+        product = torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=out.dtype)
+        return out.add_(product) if add else out.copy_(product)
+    with bf16_operands() if target_head.compute_dtype == torch.bfloat16 else nullcontext():
+        # beta = 0 ignores what out holds, NaN included.
+        return out.addmm_(a, b, beta=1 if add else 0)

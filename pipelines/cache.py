@@ -6,6 +6,7 @@ Resumes after any crash, and extends a finished cache by what `regenerate` has a
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 
 import hydra
 from omegaconf import DictConfig
@@ -67,7 +68,9 @@ def main(cfg: DictConfig) -> None:
     store = job.open_store()
     answers = AnswerStore(store.child(job.places.answers))
     if not answers.rows:
-        raise JobError(f"{answers.store.settings.root} holds no answers yet. Run `python -m pipelines.regenerate` with the same target and corpus.")
+        raise JobError(
+            f"{answers.store.settings.root} holds no answers yet. Run `python -m pipelines.regenerate` with the same target and corpus."
+        )
     target = job.target.resolve(notices.print)
     cache = store.child(job.places.cache)
     recipe = make_recipe(job, target, cache, answers.store)
@@ -83,7 +86,9 @@ def main(cfg: DictConfig) -> None:
             first = first or status
             rate = (status.tokens - first.tokens) / max(time.perf_counter() - started, 1e-9)
             failed = f"; [red]{sum(f.stop - f.start for f in status.failed)} failed[/]" if status.failed else ""
-            bar.update(task, completed=status.done, note=f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}")
+            bar.update(
+                task, completed=status.done, note=f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}"
+            )
 
         status, reports = run_cache(recipe, answers.rows, ledger, watch)
     summarize(job, target, cache, status, reports, time.perf_counter() - started)
@@ -139,7 +144,7 @@ def summarize(
     published = 12 * target.identity.hidden_size + 6  # five layers and the last hidden state in bf16, ids and mask
     worked = sum(report["tokens"] for report in reports)
     rate = f"{worked / seconds:.0f} tokens/s, engine start included" if worked else "nothing to do: all rows were cached"
-    failed = [{"start": f.start, "stop": f.stop, "reason": f.reason} for f in status.failed]
+    failed = [asdict(failure) for failure in status.failed]
     finish(
         f"cache of {job.target.name} on {job.corpus.name}",
         {
@@ -150,7 +155,7 @@ def summarize(
             "speed": rate,
             "manifest": manifest.hash,
             "stored": cache.settings.root,
-            **({"failed": "; ".join(f"rows {f['start']}-{f['stop'] - 1}: {f['reason']}" for f in failed)} if failed else {}),
+            **({"failed": "; ".join(f"rows {f.start}-{f.stop - 1}: {f.reason}" for f in status.failed)} if failed else {}),
         },
         {
             "target": describe(target),

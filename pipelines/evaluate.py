@@ -108,7 +108,9 @@ def main(cfg: DictConfig) -> None:
             "metrics": {run: divide(acceptance_metrics(o.drafted for o in outcome)) for run, outcome in outcomes.items()},
             "counts": {run: acceptance_metrics(o.drafted for o in outcome) for run, outcome in outcomes.items()},
             "wall_clock_ratio": ratio,
-            "differing_texts": sum(o.drafted.tokens != o.plain.tokens for o in outcomes[job.run]) if job.evaluate.temperature == 0 else None,
+            "differing_texts": sum(o.drafted.tokens != o.plain.tokens for o in outcomes[job.run])
+            if job.evaluate.temperature == 0
+            else None,
             "report": str(page),
         },
         folder / "evaluate.json",
@@ -118,7 +120,9 @@ def main(cfg: DictConfig) -> None:
 def checked_drafter(folder: ObjectStore, target: Target) -> DrafterFiles:
     """The drafter's files, refused where they belong to another target."""
     files = load_drafter(folder)
-    require_match(target.identity, files.contract.target, folder.settings.root, "Evaluate a drafter with the target that it was trained for")
+    require_match(
+        target.identity, files.contract.target, folder.settings.root, "Evaluate a drafter with the target that it was trained for"
+    )
     if files.layout.mask_token_id != target.mask_token_id:
         raise JobError(
             f"{folder.settings.root} was trained with mask token {files.layout.mask_token_id}, this run has {target.mask_token_id}: "
@@ -238,7 +242,8 @@ def make_report(
         tau_per_request=per_request,
         timing=timing(own),
         acceptance=tuple(
-            Acceptance.from_metrics(run, acceptance_metrics(outcome.drafted for outcome in outcome_list)) for run, outcome_list in outcomes.items()
+            Acceptance.from_metrics(run, acceptance_metrics(outcome.drafted for outcome in outcome_list))
+            for run, outcome_list in outcomes.items()
         ),
         domains=tuple(domains),
         training=training_points(MetricsFile.read(run_folder / "metrics.jsonl")),
@@ -299,7 +304,7 @@ def same_text(outcomes: Sequence[Decoded], temperature: float) -> str:
 def notes(job: EvaluateJob, outcomes: Sequence[Decoded], conversations: Sequence[Conversation]) -> tuple[str, ...]:
     """What a reader must know beside the figures."""
     sources = sorted({conversation.source for conversation in conversations})
-    told = [f"Held-out prompts of corpus {job.corpus.name} ({', '.join(sources)}): of the same kinds as the training prompts, hence in-distribution."]
+    told = [f"Held-out prompts of corpus {job.corpus.name} ({', '.join(sources)}): of the training prompts' kinds, hence in-distribution."]
     if job.evaluate.temperature == 0 and job.evaluate.dtype != "float64":
         told.append(
             f"{same_text(outcomes, 0.0)}. In {job.evaluate.dtype} a forward pass over several tokens rounds otherwise than one over a "
@@ -321,13 +326,17 @@ def machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.is_file()
+        else []
+    )
     amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
     return f"{names[0] if names else platform.processor()}, {_cores()} cores{amx}"
 
 
 def _positions(shown: dict[str, float | None], name: str) -> str:
-    values = []
+    values: list[float] = []
     while (value := shown.get(f"{name}@{len(values) + 1}")) is not None and not math.isnan(value):
         values.append(value)
     return " ".join(f"{value:.2f}" for value in values)

@@ -74,7 +74,9 @@ def read_conversations(store: ObjectStore, part: str) -> list[Conversation]:
     try:
         lines = store.get(f"{part}.jsonl").decode().splitlines()
     except FileNotFoundError:
-        raise JobError(f"{store.settings.root} holds no prompts yet. Run `python -m pipelines.prepare` with the same corpus first.") from None
+        raise JobError(
+            f"{store.settings.root} holds no prompts yet. Run `python -m pipelines.prepare` with the same corpus first."
+        ) from None
     return [parse_row(json.loads(line), "", "") for line in lines]
 
 

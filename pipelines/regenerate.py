@@ -84,7 +84,9 @@ def main(cfg: DictConfig) -> None:
             "rows": f"{summary.rows}, {summary.usable} usable",
             "left out": ", ".join(f"{count} {reason}" for reason, count in summary.unusable.most_common()) or "none",
             "supervised": f"{summary.supervised_share:.1%} of the tokens",
-            "answered now": f"{len(missing)} conversations, {generated} tokens in {seconds:.0f} s" if missing else "nothing: all were answered",
+            "answered now": f"{len(missing)} conversations, {generated} tokens in {seconds:.0f} s"
+            if missing
+            else "nothing: all were answered",
             "speed": f"{generated / seconds:.0f} tokens/s, engine start included" if missing else "-",
             "stored": answers.store.settings.root,
         },
@@ -115,9 +117,7 @@ def engine_settings(job: RegenerateJob, target: Target) -> tuple[EngineSettings,
         tensor_parallel=generator.tensor_parallel,
         kv_cache_gib=generator.kv_cache_gib,
     )
-    sampling = AnswerSettings(
-        **job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids, seed=generator.seed
-    )
+    sampling = AnswerSettings(**job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids, seed=generator.seed)
     settings = GeneratorSettings(
         actors=actors,
         cpus=generator.threads,

@@ -109,7 +109,9 @@ def mask_token_id(given: int | str | None, template: ChatTemplate, vocab_size: i
     named = sorted(token_id for token, token_id in vocabulary.items() if re.fullmatch(r"<\|?(reserved|unused)[\w|]*>", token))
     if named:
         return named[0]
-    raise UnknownTarget("this vocabulary has no spare row and no reserved token: name a special token that no text holds, `target.mask_token=...`")
+    raise UnknownTarget(
+        "this vocabulary has no spare row and no reserved token: name a special token that no text holds, `target.mask_token=...`"
+    )
 
 
 def known_targets() -> dict[str, str]:
@@ -136,11 +138,11 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 def _target_overrides(given: str) -> list[str]:
     known = known_targets()
     spellings: dict[str, str] = {}
-    for name, model in known.items():
-        spellings[_plain(name)] = name
-        spellings[_plain(model)] = name
-    if (name := spellings.get(_plain(given))) is not None:
-        return [f"target={name}"]
+    for known_name, known_model in known.items():
+        spellings[_plain(known_name)] = known_name
+        spellings[_plain(known_model)] = known_name
+    if _plain(given) in spellings:
+        return [f"target={spellings[_plain(given)]}"]
     if given == "custom":
         return ["target=custom"]
     if Path(given).expanduser().is_dir() or _HUB_ID.fullmatch(given):

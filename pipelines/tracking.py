@@ -56,4 +56,4 @@ def tracker(config: TrackingConfig, name: str, folder: Path, facts: dict[str, An
     try:
         yield lambda row: run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
     finally:
-        run.finish(quiet=True)
+        run.finish()

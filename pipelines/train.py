@@ -7,7 +7,6 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,9 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
     """Everything checked that can be before a worker starts: contract, layers, shapes, batch."""
     cache = store.child(job.places.cache)
     contract = load_contract(cache)
-    require_match(target.identity, contract.target, cache.settings.root, "Use the target that the cache was built with, or build another cache")
+    require_match(
+        target.identity, contract.target, cache.settings.root, "Use the target that the cache was built with, or build another cache"
+    )
     if contract.capture.layer_ids != target.layer_ids:
         raise JobError(
             f"{cache.settings.root} holds layers {list(contract.capture.layer_ids)}, this run asks for {list(target.layer_ids)}. "
@@ -212,7 +213,9 @@ def claim(recipe: TrainRecipe) -> None:
 def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:
     """Dotted names of the fields in which two JSON documents differ, with both values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [line for key in sorted({*ours, *theirs}) for line in differences(ours.get(key), theirs.get(key), f"{name}.{key}".lstrip("."))]
+        return [
+            line for key in sorted({*ours, *theirs}) for line in differences(ours.get(key), theirs.get(key), f"{name}.{key}".lstrip("."))
+        ]
     return [] if ours == theirs else [f"{name}: there {theirs!r}, now {ours!r}"]
 
 
@@ -231,7 +234,12 @@ def train(job: TrainJob, recipe: TrainRecipe, metrics: "MetricsFile", folder: Pa
     each = job.workers.gpus if job.workers.gpus is not None else (1.0 if gpus else 0.0)
     cpus = job.workers.cpus or max((job.cluster.cpus or _cores()) // workers, 1)
     facts = {**recipe_facts(recipe), "git_revision": git_revision()}
-    with cluster(job.cluster), tracker(job.tracking, job.run.name, folder, facts) as track, progress() as bar, tempfile.TemporaryDirectory() as scratch:
+    with (
+        cluster(job.cluster),
+        tracker(job.tracking, job.run.name, folder, facts) as track,
+        progress() as bar,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         task = bar.add_task("training", total=recipe.settings.steps, completed=metrics.step, note="starting the workers")
 
         def on_row(row: dict[str, Any]) -> None:

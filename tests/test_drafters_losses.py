@@ -28,8 +28,12 @@ def case(dtype, markov, seed=0, scale=1.0):
     return tensors, draw(N, H), torch.randint(0, V, (N,), generator=generator), weights
 
 
-def run(tensors, head, teacher, labels, weights, alphas, chunk_rows=4):
-    return draft_loss(tensors["h"], tensors.get("m"), tensors.get("W2"), head, teacher, labels, weights, alphas, chunk_rows)
+# Overlapping blocks share teacher rows; some rows are read by none.
+ROWS = torch.tensor([4, 0, 4, 2, 7, 2, 4, 9, 0, 5, 7])
+
+
+def run(tensors, head, teacher, labels, weights, alphas, chunk_rows=4, rows=ROWS):
+    return draft_loss(tensors["h"], tensors.get("m"), tensors.get("W2"), head, teacher, rows, labels, weights, alphas, chunk_rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +44,7 @@ def test_values_and_gradients_equal_full_logits(family, markov, dtype, tolerance
     tensors, teacher, labels, weights = case(dtype, markov)
     alphas = LossWeights(0.3, 0.8)
     fused = run(tensors, head, teacher, labels, weights, alphas)
-    ce, tv = naive_loss_terms(tensors["h"], tensors.get("m"), tensors.get("W2"), head, teacher, labels)
+    ce, tv = naive_loss_terms(tensors["h"], tensors.get("m"), tensors.get("W2"), head, teacher[ROWS], labels)
     naive = (weights * (0.3 * ce + 0.8 * tv)).sum()
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(fused.total, naive, **close)
@@ -60,7 +64,7 @@ def test_gradients_equal_finite_differences(family):
     tensors, teacher, labels, weights = case(torch.float64, True, scale=0.4)
 
     def total(h, m, W2):
-        return draft_loss(h, m, W2, head, teacher, labels, weights, LossWeights(0.2, 0.5), 3).total
+        return draft_loss(h, m, W2, head, teacher, ROWS, labels, weights, LossWeights(0.2, 0.5), 3).total
 
     assert torch.autograd.gradcheck(total, tuple(tensors.values()), eps=1e-7, atol=1e-6)
 
@@ -91,9 +95,9 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
 def test_a_drafter_that_equals_its_target_has_no_distance():
     head = tiny_head()
     tensors, _, labels, weights = case(torch.float64, False)
-    loss = run(tensors, head, tensors["h"].detach(), labels, weights, LossWeights(ce=0.0, tv=1.0))
-    assert loss.tv == 0
-    assert torch.equal(loss.one_minus_tv, torch.ones(N, dtype=torch.float64))
+    loss = run(tensors, head, tensors["h"].detach(), labels, weights, LossWeights(ce=0.0, tv=1.0), rows=torch.arange(N))
+    assert loss.tv < 1e-13
+    torch.testing.assert_close(loss.one_minus_tv, torch.ones(N, dtype=torch.float64))
     assert loss.argmax_match.all()
     assert torch.autograd.grad(loss.total, tensors["h"])[0].abs().max() == 0
 
@@ -122,7 +126,7 @@ def test_bf16_products_stay_close_to_float32():
     results = []
     for head in (wide, narrow):
         inputs = [tensor.clone().requires_grad_() for tensor in start]
-        loss = draft_loss(*inputs, head, teacher, labels, weights, LossWeights(0.5, 0.5))
+        loss = draft_loss(*inputs, head, teacher, torch.arange(40), labels, weights, LossWeights(0.5, 0.5))
         results.append((loss, torch.autograd.grad(loss.total, inputs)))
     (exact, exact_grads), (rounded, rounded_grads) = results
     assert rounded.total.dtype == torch.float32

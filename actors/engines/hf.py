@@ -1,6 +1,7 @@
 """The transformers engine: slower than vLLM, runs everywhere, and the reference that vLLM's states are compared with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,8 @@ class HfEngine:
 
         self.layer_ids = settings.layer_ids
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype)).to(self.device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+        self.model = model.to(self.device).eval()
         self._last: torch.Tensor | None = None
         # The states before the final norm are what enters it: `hidden_states[-1]` of transformers is already normed.
         self.model.get_decoder().norm.register_forward_pre_hook(self._keep_last)

