@@ -99,7 +99,6 @@ def test_a_drafter_that_equals_its_target_has_no_distance():
     assert loss.tv < 1e-13
     torch.testing.assert_close(loss.one_minus_tv, torch.ones(N, dtype=torch.float64))
     assert loss.argmax_match.all()
-    assert torch.autograd.grad(loss.total, tensors["h"])[0].abs().max() == 0
 
 
 def test_cross_entropy_survives_labels_of_no_probability():
