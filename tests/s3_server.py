@@ -25,7 +25,7 @@ def aws_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running server; `folder / BUCKET` holds the objects as plain files, so that tests can damage them."""
+    """A running server; `folder / BUCKET` holds the objects as plain files, which tests may damage (seen after a second)."""
 
     endpoint_url: str
     folder: Path
@@ -51,8 +51,9 @@ def start(folder: Path) -> tuple[S3Server, subprocess.Popen[bytes]]:
         port = probe.getsockname()[1]
     program = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
     command = [program, "serve", "s3", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--addr", f"127.0.0.1:{port}"]
-    # No cached directories: a file that a test damages shows at once. No ETags: rclone would hash the whole file for every ranged read.
-    command += ["--dir-cache-time", "0s", "--etag-hash", ""]
+    # A file that a test damages behind its back shows after a second (at 0s rclone spins). No ETags: rclone would hash the whole file
+    # for every ranged read.
+    command += ["--dir-cache-time", "1s", "--poll-interval", "0", "--etag-hash", ""]
     log = (folder / "rclone.log").open("wb")
     process = subprocess.Popen([*command, "--config", str(folder / "no.conf"), str(folder)], stdout=log, stderr=log)
     log.close()
