@@ -62,6 +62,10 @@ class VllmPrefillEngine:
         self.plane_of = {vllm_id - 1: plane for plane, vllm_id in enumerate(ids)}
         self.last_plane = len(ids) - 1
         self.max_length = settings.max_length
+        if "Gemma3ForCausalLM" in (config.architectures or ()):
+            from actors.engines import gemma3_vllm
+
+            gemma3_vllm.register()
         self.llm = _make_llm(
             settings,
             # One more than the longest row: a request always generates a token.
