@@ -49,6 +49,8 @@ def write_tiny_model(folder: Path, family: str, *, seed: int = 0, tied: bool = T
         for name, parameter in model.named_parameters():
             if "norm" in name:  # else a norm that is left out, or Gemma's 1 + w, would not show
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        # transformers leaves the pad token's row at zero; a state of norm zero has no relative error.
+        model.get_input_embeddings().weight[stop - 2].normal_(std=0.1)
         # A longer row makes this token's logit swing widest, so that sampled answers end by themselves after some tokens.
         model.get_output_embeddings().weight[stop] *= 3
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop - 2)
