@@ -1,7 +1,6 @@
 """The target by name: conf names in any usual spelling, hub ids, local folders; and what is derived where a conf is silent."""
 
 import difflib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,9 +82,10 @@ class Target:
 
 
 def default_layer_ids(layers: int, count: int = 5) -> tuple[int, ...]:
-    """Evenly from decoder layer 1 to N-3, as in the released drafters (36 layers: 1, 9, 17, 25, 33)."""
-    last = max(layers - 3, 1)
-    return tuple(sorted({int(1 + (last - 1) * step / (count - 1) + 0.5) for step in range(count)}))
+    """Evenly from decoder layer 1 to N-3, as in the released drafters (36 layers: 1, 9, 17, 25, 33); fewer in a very shallow model."""
+    first = min(1, layers - 2)
+    last = max(layers - 3, first)
+    return tuple(sorted({int(first + (last - first) * step / (count - 1) + 0.5) for step in range(count)}))
 
 
 def mask_token_id(given: int | str | None, template: ChatTemplate, vocab_size: int) -> int:
@@ -137,27 +137,34 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 
 def _target_overrides(given: str) -> list[str]:
     known = known_targets()
-    spellings: dict[str, str] = {}
-    for known_name, known_model in known.items():
-        spellings[_plain(known_name)] = known_name
-        spellings[_plain(known_model)] = known_name
-    if _plain(given) in spellings:
-        return [f"target={spellings[_plain(given)]}"]
     if given == "custom":
         return ["target=custom"]
-    if Path(given).expanduser().is_dir() or _HUB_ID.fullmatch(given):
-        path = Path(given).expanduser()
-        model = str(path.resolve()) if path.is_dir() else given
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name).lower()
-        return ["target=custom", f"target.name={name}", f"target.model={json.dumps(model)}"]
-    near = difflib.get_close_matches(_plain(given), spellings, n=1, cutoff=0.4)
+    organization, _, name = given.rpartition("/")
+    spellings = {_plain(spelling): conf for conf, model in known.items() for spelling in (conf, model.rpartition("/")[2])}
+    conf = spellings.get(_plain(name))
+    # An organization or a folder says more than the name: `someone/Qwen3-8B` and `./qwen3_8b` are other models.
+    if conf and (not organization or known[conf].rpartition("/")[0].lower() == organization.lower()):
+        return [f"target={conf}"]
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _custom(path.resolve().name, str(path.resolve()))
+    if _HUB_ID.fullmatch(given):
+        return _custom(name, given)
+    near = difflib.get_close_matches(_plain(name), spellings, n=1, cutoff=0.4)
     hint = f" Did you mean {spellings[near[0]]}?" if near else ""
     raise UnknownTarget(f"there is no target {given!r}.{hint} Known: {', '.join(known)}; or give a hub id (ORG/NAME) or a local folder.")
 
 
+def _custom(name: str, model: str) -> list[str]:
+    plain = re.sub(r"[^a-z0-9._-]+", "_", name.lower()).strip("._-") or "model"
+    # Hydra's quoted strings: only a quote, and the backslashes before one, are escaped.
+    quoted = re.sub(r'(\\*)(?="|$)', r"\1\1", model).replace('"', '\\"')
+    return ["target=custom", f"target.name={plain}", f'target.model="{quoted}"']
+
+
 def _plain(name: str) -> str:
-    """`Qwen/Qwen3-8B`, `Qwen3-8B` and `qwen3_8b` are one name."""
-    return re.sub(r"[^a-z0-9]+", "_", name.rsplit("/", 1)[-1].lower()).strip("_")
+    """`Qwen3-8B`, `qwen3_8b` and `QWEN3 8B` are one name; that a model follows instructions goes without saying."""
+    return re.sub(r"[^a-z0-9]+", "", re.sub(r"[-_ ](it|instruct)$", "", name.lower()))
 
 
 def describe(target: Target) -> dict[str, Any]:
