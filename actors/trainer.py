@@ -7,7 +7,7 @@ reading order follows for any number of workers.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from drafters.anchors import sample_anchors
 from drafters.batch import SampleTensors, TrainBatch, pack
 from drafters.config import DrafterConfig
 from drafters.drafter import Drafter, Metrics
+from drafters.errors import DrafterError
 from drafters.family import family_of
 from drafters.losses import LossWeights
 from drafters.target_head import TargetHead
 from storage.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
 from storage.contract import Contract
+from storage.errors import StorageError
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
 from storage.order import ReadingOrder, anchor_seed, rank_slots
@@ -117,12 +119,35 @@ def run_training(
     """Train to the last step, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
 
     Raises:
-        ActorError: the workers failed `max_failures` times.
+        ActorError: there are more workers than samples in a batch, or the workers failed more than `max_failures` times.
+        StorageError, DrafterError, ActorError: a worker's own; trying again would not help.
     """
+    if recipe.settings.global_batch < workers:
+        raise ActorError(
+            f"train.global_batch={recipe.settings.global_batch} gives {workers} workers less than a sample each: raise it, "
+            "or lower workers.count"
+        )
+    board = BoardActor.remote()
+    for attempt in range(max_failures + 1):
+        failure = _fit(recipe, board, workers, cpus, gpus, scratch / str(attempt), on_row)
+        if failure is None:
+            return
+        told = _told(failure)
+        if attempt == max_failures or not isinstance(told, _Crashed):
+            raise told
+
+
+class _Crashed(ActorError):
+    """The workers ended without a reason that a person can mend: killed, out of memory, a node gone."""
+
+
+def _fit(
+    recipe: TrainRecipe, board: Any, workers: int, cpus: int, gpus: float, scratch: Path, on_row: Callable[[dict[str, Any]], None]
+) -> BaseException | None:
+    """One start of the workers; returns what ended them early."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    board = BoardActor.remote()
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"recipe": recipe, "board": board},
@@ -130,7 +155,7 @@ def run_training(
             num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         ),
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        run_config=RunConfig(name="train", storage_path=str(scratch), failure_config=FailureConfig(max_failures=max_failures)),
+        run_config=RunConfig(name="train", storage_path=str(scratch), failure_config=FailureConfig(max_failures=0)),
     )
     failure: list[BaseException] = []
 
@@ -148,16 +173,18 @@ def run_training(
             on_row(row)
     for row in ray.get(board.take.remote()):
         on_row(row)
-    if failure:
-        raise _told(failure[0])
+    return failure[0] if failure else None
 
 
 def _told(error: BaseException) -> BaseException:
-    """A worker's own error where it is one that a person can mend; Ray Train wraps it as text."""
-    failures = getattr(error, "worker_failures", None) or {}
-    first = next(iter(failures.values()), error)
-    first = getattr(first, "_base_exc", first)
-    return first if type(first).__module__.split(".")[0] in ("storage", "drafters", "actors") else ActorError(f"training failed: {first}")
+    """A worker's own error where one that a person can mend is among them; Ray Train wraps them twice."""
+    causes = [getattr(cause, "_base_exc", cause) for cause in (getattr(error, "worker_failures", None) or {0: error}).values()]
+    for cause in causes:
+        # When one rank stops, the others report a broken connection.
+        if isinstance(cause, StorageError | DrafterError | ActorError):
+            return cause
+    last = (str(causes[0]).strip().splitlines() or [""])[-1]
+    return _Crashed(f"the training workers failed ({type(causes[0]).__name__}: {last}). The last checkpoint is kept: run it again to go on")
 
 
 def _worker(config: dict[str, Any]) -> None:
@@ -283,7 +310,9 @@ class Worker:
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         if self.world > 1:
-            dist.all_reduce(value)
+            shared = value.to(self.device)  # NCCL knows no tensors in main memory
+            dist.all_reduce(shared)
+            value.copy_(shared)
 
     # What is told and kept
 
@@ -345,12 +374,21 @@ class _Totals:
 
     def means(self, sum_over_ranks: Callable[[Tensor], None]) -> dict[str, float]:
         """Each metric over all ranks. Every rank must call it: metrics without a trial on one rank still take part."""
-        names = sorted(self.sums)
+        names = _on_any_rank(self.sums)
         if not names:
             return {}
-        table = torch.stack([self.sums[name] for name in names])
+        table = torch.stack([self.sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
         sum_over_ranks(table)
         return {name: (row[0] / row[1]).item() for name, row in zip(names, table, strict=True) if row[1] > 0}
+
+
+def _on_any_rank(names: Iterable[str]) -> list[str]:
+    """Sorted union over the ranks: one whose share held no anchor has no metrics, and still takes part in the sum."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return sorted(names)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(names))
+    return sorted({name for part in gathered for name in part})
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
