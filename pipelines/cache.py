@@ -7,10 +7,11 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from actors.answers import AnswerStore
 from actors.cluster import cluster
@@ -28,31 +29,31 @@ from storage.object_store import ObjectStore
 
 class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    codec: str
-    max_length: int
-    last_hidden_rows: str
-    shard_mib: float
+    codec: Literal["raw", "lossless", "fp8"]
+    max_length: int = Field(ge=2)
+    last_hidden_rows: Literal["supervised", "all"]
+    shard_mib: float = Field(gt=0)
 
 
 class ProducerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    engine: str
-    count: int | None
-    threads: int
-    gpus: float | None
-    dtype: str
-    batch_tokens: int
-    batch_rows: int
-    kv_cache_gib: int
-    tensor_parallel: int
-    pending_mib: int
+    engine: Literal["vllm", "hf"]
+    count: int | None = Field(ge=1)
+    threads: int = Field(ge=1)
+    gpus: float | None = Field(ge=0)
+    dtype: Literal["bfloat16", "float32"]
+    batch_tokens: int = Field(ge=1)
+    batch_rows: int = Field(ge=1)
+    kv_cache_gib: int = Field(ge=1)
+    tensor_parallel: int = Field(ge=1)
+    pending_mib: int = Field(ge=1)
 
 
 class LeaseConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    rows: int
-    seconds: float
-    attempts: int
+    rows: int = Field(ge=1)
+    seconds: float = Field(gt=0)
+    attempts: int = Field(ge=1)
 
 
 class CacheJob(Job):
@@ -102,7 +103,7 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Obje
         layer_ids=target.layer_ids,
         max_length=job.cache.max_length,
         codec=job.cache.codec,
-        last_hidden_rows=job.cache.last_hidden_rows,  # type: ignore[arg-type]  # Contract checks the word
+        last_hidden_rows=job.cache.last_hidden_rows,
     )
     return CacheRecipe(
         cache=cache,

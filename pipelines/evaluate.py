@@ -53,9 +53,9 @@ class EvaluateConfig(BaseModel):
     prompts: int | None = Field(ge=1)
     seed: int
     batch_size: int = Field(ge=1)
-    actors: int | None
-    threads: int | None
-    gpus: float | None
+    actors: int | None = Field(ge=1)
+    threads: int | None = Field(ge=1)
+    gpus: float | None = Field(ge=0)
     dtype: str = Field(pattern="^(bfloat16|float32)$")
     samples: int = Field(ge=0)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import hydra
 from omegaconf import DictConfig
+from pydantic import Field
 
 from corpus.conversation import Conversation
 from corpus.rows import parse_row
@@ -15,7 +16,7 @@ from storage.object_store import ObjectStore
 
 
 class PrepareJob(Job):
-    show: int = 0
+    show: int = Field(0, ge=0)
 
 
 @hydra.main(config_path="../conf", config_name="prepare", version_base=None)

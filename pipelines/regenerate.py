@@ -6,10 +6,11 @@ Resumes by content hash: run it again after a crash, or after adding prompts, an
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from actors.answers import AnswerStore, Part, answers_hash
 from actors.cluster import cluster
@@ -26,23 +27,23 @@ from pipelines.target import Target, describe
 
 class GeneratorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    actors: int | None
-    threads: int
-    gpus: float | None
-    dtype: str
-    max_length: int
-    batch_tokens: int
-    batch_rows: int
-    batch_conversations: int
-    part_rows: int
-    kv_cache_gib: int
-    tensor_parallel: int
+    actors: int | None = Field(ge=1)
+    threads: int = Field(ge=1)
+    gpus: float | None = Field(ge=0)
+    dtype: Literal["bfloat16", "float32"]
+    max_length: int = Field(ge=2)
+    batch_tokens: int = Field(ge=1)
+    batch_rows: int = Field(ge=1)
+    batch_conversations: int = Field(ge=1)
+    part_rows: int = Field(ge=1)
+    kv_cache_gib: int = Field(ge=1)
+    tensor_parallel: int = Field(ge=1)
     seed: int
 
 
 class RegenerateJob(Job):
     generator: GeneratorConfig
-    show: int = 0
+    show: int = Field(0, ge=0)
 
 
 @hydra.main(config_path="../conf", config_name="regenerate", version_base=None)

@@ -96,9 +96,9 @@ class TrainConfig(BaseModel):
 
 class WorkersConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-    count: int | None
-    cpus: int | None
-    gpus: float | None
+    count: int | None = Field(ge=1)
+    cpus: int | None = Field(ge=1)
+    gpus: float | None = Field(ge=0)
 
 
 class RunConfig(BaseModel):
