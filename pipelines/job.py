@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from actors.cluster import ClusterSettings, original_error
 from actors.errors import ActorError
@@ -48,9 +49,9 @@ class CorpusConfig(BaseModel):
     name: str
     train: str
     heldout: str | None
-    heldout_share: float
-    max_train: int | None
-    max_heldout: int | None
+    heldout_share: float = Field(ge=0, lt=1)
+    max_train: int | None = Field(ge=1)
+    max_heldout: int | None = Field(ge=1)
 
 
 class Job(BaseModel):
@@ -73,10 +74,9 @@ class Job(BaseModel):
         try:
             job = cls.model_validate(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         except OmegaConfBaseException as error:
-            raise JobError(f"config: {str(error).splitlines()[0]}") from error
+            raise JobError(f"config: {error.full_key or 'value'}: {str(error).splitlines()[0]}") from error
         except ValidationError as error:
-            lines = [f"  {'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors()]
-            raise JobError("config:\n" + "\n".join(lines)) from error
+            raise JobError("config: " + "; ".join(map(_mistake, error.errors()))) from error
         # Ray workers have other working folders.
         root = job.storage.root if "://" in job.storage.root else str(Path(job.storage.root).expanduser().resolve())
         return job.model_copy(
@@ -88,14 +88,29 @@ class Job(BaseModel):
         return Places(self.target.name, self.corpus.name)
 
     def open_store(self) -> ObjectStore:
-        """The storage root, checked to be writable before any long work starts."""
+        """The storage root; it and the folder for results are checked to be writable before any long work starts."""
         store = ObjectStore(self.storage)
+        write_json(self.result_path(".writable"), {})
+        self.result_path(".writable").unlink()
         store.check_writable()
         return store
 
     def result_path(self, name: str) -> Path:
         """Local path of this job's JSON result."""
         return self.output / self.target.name / self.corpus.name / f"{name}.json"
+
+
+def _mistake(mistake: Mapping[str, Any]) -> str:
+    """One of pydantic's findings, in the words of a person who types overrides."""
+    name = ".".join(map(str, mistake["loc"]))
+    if mistake["type"] == "extra_forbidden":
+        return f"{name}: there is no such key"
+    return f"{name}={mistake['input']}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}"
+
+
+def tell(error: object) -> None:
+    """One line on stderr, word for word: a message may hold brackets that look like markup."""
+    notices.print(Text.assemble(("error", "red"), f": {error}"), soft_wrap=True)
 
 
 def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
@@ -105,14 +120,11 @@ def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]
     def run(cfg: DictConfig) -> None:
         try:
             body(cfg)
-        except KeyboardInterrupt:
-            notices.print("[yellow]stopped[/]: run the same command again to go on")
-            sys.exit(130)
         except Exception as error:
             cause = original_error(error)
             if not isinstance(cause, MENDABLE):
                 raise
-            notices.print("[red]error[/]:", str(cause), markup=True, soft_wrap=True)
+            tell(cause)
             sys.exit(2)
 
     return run
@@ -123,12 +135,16 @@ def launch(main: Callable[[], None]) -> None:
     try:
         sys.argv[1:] = as_overrides(sys.argv[1:])
     except UnknownTarget as error:
-        notices.print("[red]error[/]:", str(error), soft_wrap=True)
+        tell(error)
         sys.exit(2)
     # Nobody is ever asked anything, and no library reports home.
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        notices.print("[yellow]stopped[/]: run the same command again to go on")
+        sys.exit(130)
 
 
 def progress() -> Progress:
