@@ -1,12 +1,13 @@
 """Starting Ray for a job, or joining a running cluster."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from actors.errors import ActorError
 
@@ -17,6 +18,10 @@ class ClusterSettings:
 
     address: str = "local"
     cpus: int | None = None
+
+
+# OpenMP threads that spin while they wait slow a step several times over as soon as anything else runs on the same cores.
+PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 @contextmanager
@@ -46,3 +51,10 @@ def original_error(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     return error
+
+
+def death_reason(error: RayActorError) -> str:
+    """Why an actor died, in one line: what its constructor raised, else what Ray says first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Of a constructor's traceback the last line tells, after the error's class.
+    return re.sub(r"^[\w.]+: ", "", lines[-1]) if error.actor_init_failed else lines[0]

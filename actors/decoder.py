@@ -1,12 +1,13 @@
 """Ray actors that decode held-out prompts with target and drafter, and plainly for the comparison."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import torch
 
+from actors.cluster import PATIENT_THREADS
 from actors.trainer import build_drafter
 from decoding.loop import speculative_decode
 from decoding.settings import Generation, SamplingSettings
@@ -63,16 +64,29 @@ class Decoder:
             batch_size=self.batch_size,
         )
 
+    @torch.inference_mode()
+    def top2_gap(self, prompt: Prompt, tokens: Sequence[int]) -> float:
+        """How far apart the target's two best logits are after `prompt` and `tokens`."""
+        ids = torch.tensor([[*prompt.token_ids, *tokens]], device=self.target.device)
+        cache = self.target.new_cache(1, ids.shape[1])
+        states = self.target.forward(cache, ids, torch.tensor([ids.shape[1]], device=self.target.device), capture=False)
+        best = self.target.logits(states.hidden[:, -1])[0].float().topk(2).values
+        return float(best[0] - best[1])
+
 
 DecoderActor: Any = ray.remote(max_restarts=1)(Decoder)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of one prompt, with the drafter and without."""
+    """What came of one prompt, with the drafter and without.
+
+    `gap`: at temperature 0, where the two texts part, the distance of the target's two best logits there; None where they are equal.
+    """
 
     drafted: Generation
     plain: Generation
+    gap: float | None = None
 
 
 def decode_prompts(
@@ -89,7 +103,7 @@ def decode_prompts(
     Each actor alternates drafted and plain group by group (A B B A), so that neither profits from a warmer machine.
     """
     groups = [prompts[start : start + settings.batch_size] for start in range(0, len(prompts), settings.batch_size)]
-    environment = {"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**PATIENT_THREADS, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     actors = [
         DecoderActor.options(num_cpus=settings.threads, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
             model, layer_ids, drafter, settings
@@ -111,8 +125,19 @@ def decode_prompts(
             key = pending.pop(reference)
             results[key] = ray.get(reference)
             on_done(len(groups[key[0]]))
-    return [
+    outcomes = [
         Decoded(drafted, plain)
         for number in range(len(groups))
         for drafted, plain in zip(results[number, True], results[number, False], strict=True)
     ]
+    if sampling.temperature > 0:
+        return outcomes
+    return [_with_gap(outcome, prompt, actors[0]) for outcome, prompt in zip(outcomes, prompts, strict=True)]
+
+
+def _with_gap(outcome: Decoded, prompt: Prompt, actor: Any) -> Decoded:
+    drafted, plain = outcome.drafted.tokens, outcome.plain.tokens
+    if drafted == plain:
+        return outcome
+    same = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
+    return replace(outcome, gap=ray.get(actor.top2_gap.remote(prompt, plain[:same])))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.cluster import PATIENT_THREADS
 from actors.errors import ActorError
 from drafters.anchors import sample_anchors
 from drafters.batch import SampleTensors, TrainBatch, pack

@@ -144,7 +144,7 @@ def decoded(
     record = job.output / job.places.run(run) / "evaluation" / "rounds" / f"{key}.json"
     if record.is_file():
         notices.print(f"{run}: decoded before, taken from {record}")
-        return [Decoded(generation(drafted), generation(plain)) for drafted, plain in json.loads(record.read_text())["outcomes"]]
+        return [Decoded(generation(drafted), generation(plain), gap) for drafted, plain, gap in json.loads(record.read_text())["outcomes"]]
     gpus = torch.cuda.device_count()
     actors = job.evaluate.actors or max(gpus, 1)
     threads = job.evaluate.threads or max((job.cluster.cpus or _cores()) // actors, 1)
@@ -166,7 +166,7 @@ def decoded(
             settings,
             lambda count: bar.update(task, advance=count),
         )
-    write_json(record, {"outcomes": [[asdict(outcome.drafted), asdict(outcome.plain)] for outcome in outcomes]})
+    write_json(record, {"outcomes": [[asdict(outcome.drafted), asdict(outcome.plain), outcome.gap] for outcome in outcomes]})
     return outcomes
 
 
@@ -298,7 +298,9 @@ def same_text(outcomes: Sequence[Decoded], temperature: float) -> str:
     if temperature > 0:
         return "equal in distribution (sampled)"
     same = sum(outcome.drafted.tokens == outcome.plain.tokens for outcome in outcomes)
-    return f"{same} of {len(outcomes)} texts equal plain greedy decoding token for token"
+    gaps = [outcome.gap for outcome in outcomes if outcome.gap is not None]
+    parted = f"; the others part where the target's two best logits are at most {max(gaps):.2g} apart" if gaps else ""
+    return f"{same} of {len(outcomes)} texts equal plain greedy decoding token for token{parted}"
 
 
 def notes(job: EvaluateJob, outcomes: Sequence[Decoded], conversations: Sequence[Conversation]) -> tuple[str, ...]:
