@@ -166,7 +166,9 @@ class Ledger:
         if covered != list(range(entry.start, entry.stop)):
             raise ActorError(f"lease {lease} came back with {len(covered)} rows that are not rows {entry.start} to {entry.stop - 1}")
         if _stored_epoch(self.store) != self.epoch:
-            raise ActorError(f"another ledger has taken over {self.store.settings.root}: this one (epoch {self.epoch}) stops")
+            reason = f"another ledger has taken over {self.store.settings.root}: this one (epoch {self.epoch}) stops"
+            self._give_up(reason)
+            raise ActorError(reason)
         commit = Commit(lease, self.epoch, entry.start, entry.stop, tuple(shards), tuple(skipped))
         write_commit(self.store, commit)
         self._totals.add(commit)
@@ -206,6 +208,12 @@ class Ledger:
         else:
             self._leased.discard(lease)
             self._waiting.append(lease)
+
+    def _give_up(self, reason: str) -> None:
+        """Hand out nothing more: whatever is open could never be committed."""
+        self._failed += [FailedRange(entry.start, entry.stop, reason) for entry in self._open.values()]
+        for lease in list(self._open):
+            self._close(lease)
 
     def _close(self, lease: str) -> None:
         del self._open[lease]
