@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.answers import AnswerStore, Part, write_part
+from actors.cluster import death_reason
 from actors.engines.base import EngineSettings
 from actors.engines.vllm import AnswerSettings, VllmAnswerEngine, vllm_environment
 from actors.errors import ActorError
@@ -208,10 +209,11 @@ class _Pool:
 
     def _give_back(self, left: dict[str, Conversation], error: RayActorError) -> None:
         with self.lock:
+            if error.actor_init_failed:
+                raise ActorError(f"the answer engine cannot start: {death_reason(error)}") from error
             self.deaths += 1
             if self.deaths >= self.settings.max_attempts * max(1, self.settings.actors):
-                reason = str(error).strip().splitlines()[0]
                 raise ActorError(
-                    f"the answer engines died {self.deaths} times, last: {reason}. Run `python -m pipelines.doctor`."
+                    f"the answer engines died {self.deaths} times, last: {death_reason(error)}. Run `python -m pipelines.doctor`."
                 ) from error
             self.pending.extend(left.values())

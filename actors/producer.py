@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from actors.answers import AnswerStore
-from actors.cluster import original_error
+from actors.cluster import death_reason, original_error
 from actors.engines.base import Captured, EngineSettings, make_engine
 from actors.engines.vllm import vllm_environment
 from actors.errors import ActorError
@@ -92,8 +92,10 @@ class Producer:
                     time.sleep(0.2)
                 else:
                     started = time.perf_counter()
-                    tokens += self._work(ledger, reply.lease, writer, writing)
+                    delivery = _Delivery(ledger, reply.lease, self.name, self.recipe, self.budget)
+                    tokens += self._capture(delivery, writer)
                     seconds += time.perf_counter() - started
+                    writing.append(writer.submit(delivery.finish))
                 writing = self._raise_failures(writing)
             for future in writing:
                 future.result()
@@ -106,52 +108,80 @@ class Producer:
                 future.result()
         return [future for future in writing if not future.done()]
 
-    def _work(self, ledger: Any, lease: Lease, writer: ThreadPoolExecutor, writing: list[Future[None]]) -> int:
-        beat = _Heartbeat(ledger, lease, self.name)
+    def _capture(self, delivery: "_Delivery", writer: ThreadPoolExecutor) -> int:
+        """Run the lease's rows through the engine and hand each over as soon as it is there. Returns how many tokens."""
+        tokens = 0
         try:
+            lease = delivery.lease
             rows = list(enumerate(self.answers.read(lease.start, lease.stop), lease.start))
             reasons = {index: skip_reason(row, self.recipe) for index, row in rows}
-            skipped = [Skipped(row.row_id, index, reason) for index, row in rows if (reason := reasons[index])]
+            delivery.skipped += [Skipped(row.row_id, index, reason) for index, row in rows if (reason := reasons[index])]
             usable = [(index, row) for index, row in rows if not reasons[index]]
-            samples: list[tuple[int, Sample]] = []
             for batch in batches(usable, self.recipe.engine.batch_tokens, self.recipe.engine.batch_rows):
                 captured = self.engine.prefill([row.masked().input_ids.tolist() for _, row in batch])
                 for (index, row), states in zip(batch, captured, strict=True):
                     sample = make_sample(row, states, self.recipe.contract)
+                    # Waits for the writer, which frees what this very lease has handed over before.
                     self.budget.take(sample_bytes(sample))
-                    samples.append((index, sample))
+                    writer.submit(delivery.add, index, sample)
+                    tokens += len(sample.input_ids)
+                if delivery.problem:
+                    break
         except Exception as error:
-            beat.stop()
-            for _, sample in samples if "samples" in locals() else []:
-                self.budget.give(sample_bytes(sample))
-            ray.get(ledger.fail.remote(lease.id, self.name, str(original_error(error)) or type(error).__name__))
-            return 0
-        writing.append(writer.submit(self._write, ledger, lease, samples, skipped, beat))
-        return sum(len(sample.input_ids) for _, sample in samples)
+            delivery.problem = _reason(error)
+        return tokens
 
-    def _write(self, ledger: Any, lease: Lease, samples: list[tuple[int, Sample]], skipped: list[Skipped], beat: "_Heartbeat") -> None:
-        """Encode and upload one lease's samples, then hand their places to the ledger."""
+
+class _Delivery:
+    """One lease's way to storage. `add` and `finish` run in the writer thread, in this order; neither raises what a lease can fail of."""
+
+    def __init__(self, ledger: Any, lease: Lease, producer: str, recipe: CacheRecipe, budget: ByteBudget) -> None:
+        self.ledger, self.lease, self.producer, self.recipe, self.budget = ledger, lease, producer, recipe, budget
+        self.shards = ShardWriter(recipe.cache, recipe.contract, recipe.settings.shard_bytes)
+        self.skipped: list[Skipped] = []
+        self.problem = ""  # why this lease must be given back
+        self._beat = _Heartbeat(ledger, lease, producer)
+
+    def add(self, index: int, sample: Sample) -> None:
+        """Encode a sample; whenever a shard is full, upload it. The sample's bytes return to the budget whatever happens."""
         try:
-            writer = ShardWriter(self.recipe.cache, self.recipe.contract, self.recipe.settings.shard_bytes)
-            for index, sample in samples:
-                try:
-                    encoded = encode_sample(sample, self.recipe.contract)
-                except StorageError as refused:
-                    # Not finite, or not what the contract says: this row is reported, the others go on.
-                    skipped.append(Skipped(sample.row_id, index, f"refused: {refused}"))
-                else:
-                    writer.add(encoded, sample.row_id, index)
-            ray.get(ledger.complete.remote(lease.id, writer.close(), skipped))
+            if not self.problem:
+                self._add(index, sample)
         except Exception as error:
-            ray.get(ledger.fail.remote(lease.id, self.name, str(original_error(error)) or type(error).__name__))
+            self.problem = _reason(error)
         finally:
-            beat.stop()
-            for _, sample in samples:
-                self.budget.give(sample_bytes(sample))
+            self.budget.give(sample_bytes(sample))
+
+    def _add(self, index: int, sample: Sample) -> None:
+        try:
+            encoded = encode_sample(sample, self.recipe.contract)
+        except StorageError as refused:
+            # Not finite, or not what the contract says: this row is reported, the others go on.
+            self.skipped.append(Skipped(sample.row_id, index, f"refused: {refused}"))
+        else:
+            self.shards.add(encoded, sample.row_id, index)
+
+    def finish(self) -> None:
+        """Upload the last shard and tell the ledger where the rows lie, or give the lease back."""
+        try:
+            if not self.problem:
+                ray.get(self.ledger.complete.remote(self.lease.id, self.shards.close(), self.skipped))
+        except Exception as error:
+            self.problem = _reason(error)
+        finally:
+            self._beat.stop()
+        if self.problem:
+            ray.get(self.ledger.fail.remote(self.lease.id, self.producer, self.problem))
+
+
+def _reason(error: Exception) -> str:
+    cause = original_error(error)
+    return str(cause) or type(cause).__name__
 
 
 TargetProducer: Any = ray.remote(max_restarts=0)(Producer)
-CacheLedger: Any = ray.remote(Ledger)
+# It may die too: a new one rebuilds itself from the commits, and calls on their way reach that one.
+CacheLedger: Any = ray.remote(max_restarts=-1, max_task_retries=-1)(Ledger)
 
 
 class _Heartbeat:
@@ -239,10 +269,11 @@ def run_cache(
     Raises:
         ActorError: producers cannot start or keep dying.
     """
-    ledger = CacheLedger.options(num_cpus=0, max_concurrency=1).remote(recipe.cache, rows, ledger_settings)
-    status: LedgerStatus = ray.get(ledger.status.remote())
+    # Read here first: what is wrong with the cache is raised as it is, not as the death of an actor.
+    status = Ledger(recipe.cache, rows, ledger_settings).status()
     if status.done == rows:
         return status, []
+    ledger = CacheLedger.options(num_cpus=0).remote(recipe.cache, rows, ledger_settings)
     settings = recipe.settings
     environment = vllm_environment(recipe.engine)
     wanted = min(settings.producers, -(-(rows - status.done) // ledger_settings.lease_rows))
@@ -264,11 +295,12 @@ def run_cache(
             try:
                 reports.append(ray.get(reference))
             except RayActorError as error:
+                if error.actor_init_failed:
+                    raise ActorError(f"{name} cannot start: {death_reason(error)}") from error
                 deaths += 1
                 ray.get(ledger.release_producer.remote(name, "its producer died"))
                 if deaths > max_deaths:
-                    reason = str(error).strip().splitlines()[0]
-                    raise ActorError(f"producers died {deaths} times, last: {reason}. What was committed is kept.") from error
+                    raise ActorError(f"producers died {deaths} times, last: {death_reason(error)}. What was committed is kept.") from error
                 reference, actor, name = start(started)
                 started += 1
                 running[reference] = (actor, name)
