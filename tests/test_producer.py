@@ -1,0 +1,263 @@
+"""Caching with real Ray actors: every row once, skipped rows with their reasons, and producers and ledgers that are killed."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from s3_server import S3Server
+from safetensors.torch import load_file, save_file
+from storage_cases import to_bf16
+from tiny_models import write_tiny_model
+
+from actors.answers import AnswerStore, write_part
+from actors.cluster import ClusterSettings, cluster
+from actors.engines.base import EngineSettings
+from actors.engines.hf import HfEngine
+from actors.errors import ActorError
+from actors.ledger import LedgerSettings, LedgerStatus
+from actors.producer import ByteBudget, CacheRecipe, ProducerSettings, batches, run_cache
+from corpus.answers import AnsweredRow
+from corpus.template import ChatTemplate
+from storage.commits import read_commits
+from storage.contract import Capture, Contract, ensure_contract
+from storage.manifest import Manifest
+from storage.object_store import ObjectStore, StorageSettings
+from storage.reader import SampleReader
+from storage.sample import Sample
+from storage.shard import verify_shard
+from storage.target_files import target_identity
+
+LAYER_IDS = (0, 3, 5)
+MAX_LENGTH = 48
+LEASES = LedgerSettings(lease_rows=4, lease_seconds=20.0)
+POISON = 9  # token id whose embedding is NaN in the poisoned model
+
+
+@pytest.fixture(scope="module")
+def running_ray(s3: S3Server) -> Iterator[None]:
+    """Ray for this module; started after the S3 server, so that its workers inherit the credentials."""
+    with cluster(ClusterSettings("local", cpus=4)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in which one token's embedding is NaN."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama", tied=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_recipe(model: Path, root: ObjectStore, **settings: object) -> CacheRecipe:
+    capture = Capture(layer_ids=LAYER_IDS, max_length=MAX_LENGTH, codec="lossless")
+    recipe = CacheRecipe(
+        cache=root.child("cache"),
+        answers=root.child("answers"),
+        contract=Contract(target_identity(model, "tiny"), capture),
+        engine=EngineSettings(str(model), LAYER_IDS, engine="hf", dtype="float32", max_length=MAX_LENGTH, batch_tokens=100),
+        mask_token_id=ChatTemplate(model).vocabulary()["<|reserved_0|>"],
+        stop_ids=ChatTemplate(model).stop_ids,
+        settings=ProducerSettings(producers=2, shard_bytes=30_000, **settings),
+    )
+    ensure_contract(recipe.cache, recipe.contract)
+    return recipe
+
+
+def answer(recipe: CacheRecipe, name: str, seed: int, tokens: int = 20, reason: str = "stop", holds: int | None = None) -> AnsweredRow:
+    """A row of random ids that ends with the stop token; `holds` is put into its answer."""
+    ids = np.random.default_rng(seed).integers(10, 300, tokens)
+    if holds is not None:
+        ids[-2] = holds
+    if reason == "stop":
+        ids[-1] = recipe.stop_ids[0]
+    return AnsweredRow(name, 0, "test", "chat", ids[:6], ids[6:], reason)
+
+
+def add_answers(recipe: CacheRecipe, rows: list[AnsweredRow]) -> int:
+    """Append rows as one part; returns how many there are in all."""
+    store = AnswerStore(recipe.answers)
+    store.register(write_part(recipe.answers, rows, {}))
+    return store.rows
+
+
+def ignore(status: LedgerStatus) -> None:
+    pass
+
+
+def cached_samples(recipe: CacheRecipe) -> dict[str, Sample]:
+    manifest = Manifest.from_commits(read_commits(recipe.cache))
+    with SampleReader(recipe.cache, recipe.contract, manifest) as reader:
+        return {sample.row_id: sample for sample in reader.stream(range(len(manifest)))}
+
+
+def check_whole(recipe: CacheRecipe, rows: list[AnsweredRow], skipped: dict[str, str]) -> None:
+    """Every row is in exactly one commit; the cached ones hold the states of exactly their tokens; shards are whole."""
+    commits = read_commits(recipe.cache)
+    indices = [entry.index for commit in commits for shard in commit.shards for entry in shard.entries]
+    indices += [row.index for commit in commits for row in commit.skipped]
+    assert sorted(indices) == list(range(len(rows)))
+    for commit in commits:
+        for shard in commit.shards:
+            verify_shard(recipe.cache, shard)
+        for row in commit.skipped:
+            assert rows[row.index].row_id == row.row_id
+            assert skipped[row.row_id] in row.reason
+    samples = cached_samples(recipe)
+    assert set(samples) == {row.row_id for row in rows} - set(skipped)
+    engine = HfEngine(recipe.engine)
+    for row in rows:
+        if row.row_id in samples:
+            sample, ids = samples[row.row_id], [*row.prompt_ids.tolist(), *row.answer_ids.tolist()]
+            (states,) = engine.prefill([ids])
+            assert sample.input_ids.tolist() == ids
+            assert sample.spans.tolist() == [[6, len(ids)]]
+            assert sample.last_rows.tolist() == list(range(5, len(ids) - 1))
+            assert np.array_equal(sample.context, to_bf16(states.context.numpy()))
+            assert np.array_equal(sample.last_hidden, to_bf16(states.last_hidden.numpy()[5:-1]))
+
+
+def test_two_producers_cache_a_local_store_then_only_what_grows(running_ray, model, tmp_path):
+    # A budget far below what one lease holds: a producer must not wait for itself.
+    recipe = make_recipe(model, ObjectStore(StorageSettings(str(tmp_path))), pending_bytes=40_000)
+    rows = [answer(recipe, f"row{n:02d}", n, tokens=8 + n) for n in range(22)]
+    rows[2] = answer(recipe, "truncated", 100, reason="length")
+    rows[5] = answer(recipe, "long", 101, tokens=MAX_LENGTH + 1)
+    rows[7] = answer(recipe, "masked", 102, holds=recipe.mask_token_id)
+    rows[8] = answer(recipe, "poisoned", 103, holds=POISON)
+    rows[13] = answer(recipe, "fits", 104, tokens=MAX_LENGTH)
+    rows[14] = answer(recipe, "empty", 105, tokens=7)
+    rows[15] = AnsweredRow("failed", 0, "test", "chat", rows[0].prompt_ids, [], "failed", "no room")
+    skipped = {
+        "truncated.0": "truncated",
+        "long.0": "longer than max_length",
+        "masked.0": "holds the mask token",
+        "poisoned.0": "NaN or infinite",
+        "empty.0": "empty",
+        "failed.0": "failed",
+    }
+    seen: list[LedgerStatus] = []
+    status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, seen.append)
+    assert (status.rows, status.done, status.cached, status.skipped, status.failed) == (22, 22, 16, 6, ())
+    assert len(reports) == 2
+    assert sum(report["tokens"] for report in reports) == status.tokens + 20  # the poisoned row's too
+    assert [s.done for s in seen] == sorted(s.done for s in seen)
+    check_whole(recipe, rows, skipped)
+
+    # Again: nothing to do, no producer starts, no object changes.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cache/[cs]*/*")}
+    again, reports = run_cache(recipe, len(rows), LEASES, ignore)
+    assert (again, reports) == (status, [])
+    # A grown corpus: only what is new.
+    rows += [answer(recipe, f"new{n}", 200 + n) for n in range(3)]
+    grown, reports = run_cache(recipe, add_answers(recipe, rows[22:]), LEASES, ignore)
+    assert (grown.rows, grown.done, grown.cached) == (25, 25, 19)
+    assert sum(report["tokens"] for report in reports) == 60
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cache/[cs]*/*")}
+    assert before.items() < after.items()
+    check_whole(recipe, rows, skipped)
+
+
+def processes(kind: str) -> list[psutil.Process]:
+    """Ray worker processes of our own Ray that hold an actor of that class."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if (process.cmdline() or [""])[0].startswith(f"ray::{kind}"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class Killer:
+    """Kills a producer, and after some more commits the ledger; notes every producer that it sees."""
+
+    def __init__(self) -> None:
+        self.victims = [(4, "Producer"), (16, "Ledger")]
+        self.before = {process.pid for process in processes("")}
+        self.producers: set[int] = set()
+
+    def __call__(self, status: LedgerStatus) -> None:
+        self.producers |= {process.pid for process in processes("Producer")} - self.before
+        if self.victims and status.done >= self.victims[0][0]:
+            _, kind = self.victims.pop(0)
+            os.kill(next(process.pid for process in processes(kind) if process.pid not in self.before), signal.SIGKILL)
+
+
+def test_every_row_is_cached_once_on_s3_though_a_producer_and_the_ledger_are_killed(running_ray, model, s3):
+    recipe = make_recipe(model, s3.store("killed"))
+    rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(160)]
+    killer = Killer()
+    status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, killer)
+    assert (status.done, status.cached, status.failed) == (160, 160, ())
+    assert not killer.victims
+    assert len(killer.producers) == 3
+    assert len(reports) == 2
+    assert {commit.epoch for commit in read_commits(recipe.cache)} == {2, 3}  # epoch 1 only looked whether there is work
+    check_whole(recipe, rows, {})
+
+
+def test_an_engine_that_cannot_start_is_named_at_once(running_ray, model, tmp_path):
+    recipe = make_recipe(model, ObjectStore(StorageSettings(str(tmp_path))))
+    missing = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, layer_ids=(0,), model=str(tmp_path / "missing")))
+    with pytest.raises(ActorError, match=r"producer-\d cannot start: .*missing"):
+        run_cache(missing, add_answers(recipe, [answer(recipe, "row", 1)]), LEASES, ignore)
+    assert not read_commits(recipe.cache)
+
+
+def test_a_damaged_cache_is_named_before_any_actor_starts(running_ray, model, tmp_path):
+    recipe = make_recipe(model, ObjectStore(StorageSettings(str(tmp_path))))
+    recipe.cache.put("ledger.json", b"{")
+    with pytest.raises(ActorError, match=r"ledger\.json is damaged"):
+        run_cache(recipe, add_answers(recipe, [answer(recipe, "row", 1)]), LEASES, ignore)
+
+
+# -- without Ray
+
+
+def test_batches_hold_every_row_once_within_their_bounds(model, tmp_path):
+    recipe = make_recipe(model, ObjectStore(StorageSettings(str(tmp_path))))
+    lengths = [int(n) for n in np.random.default_rng(0).integers(8, 40, 50)] + [150]
+    rows = [(index, answer(recipe, f"row{index}", index, tokens=length)) for index, length in enumerate(lengths)]
+    found = list(batches(rows, batch_tokens=100, batch_rows=5))
+    assert sorted(index for batch in found for index, _ in batch) == list(range(51))
+    sizes = [[lengths[index] for index, _ in batch] for batch in found]
+    assert sizes[0] == [150]
+    assert all(sum(size) <= 100 for size in sizes[1:])
+    assert max(map(len, sizes)) == 5
+    assert [length for size in sizes for length in size] == sorted(lengths, reverse=True)
+
+
+def test_the_byte_budget_lets_through_what_fits_and_one_that_never_would():
+    budget, passed = ByteBudget(100), []
+
+    def take(amount: int) -> None:
+        budget.take(amount)
+        passed.append(amount)
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(passed) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    take(60)
+    waiting = [threading.Thread(target=take, args=(amount,), daemon=True) for amount in (50, 500)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.1)
+    assert passed == [60]
+    budget.give(60)
+    wait_for(2)
+    assert len(passed) == 2
+    budget.give(passed[1])
+    wait_for(3)
+    assert sorted(passed) == [50, 60, 500]
