@@ -156,7 +156,12 @@ def _fit(
             num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         ),
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        run_config=RunConfig(name="train", storage_path=str(scratch), failure_config=FailureConfig(max_failures=0)),
+        run_config=RunConfig(
+            name="train",
+            storage_path=str(scratch),
+            failure_config=FailureConfig(max_failures=0),
+            worker_runtime_env={"env_vars": PATIENT_THREADS},
+        ),
     )
     failure: list[BaseException] = []
 

@@ -111,6 +111,7 @@ def main(cfg: DictConfig) -> None:
             "differing_texts": sum(o.drafted.tokens != o.plain.tokens for o in outcomes[job.run])
             if job.evaluate.temperature == 0
             else None,
+            "differing_gaps": [o.gap for o in outcomes[job.run] if o.gap is not None],
             "report": str(page),
         },
         folder / "evaluate.json",
