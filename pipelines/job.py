@@ -144,7 +144,9 @@ def launch(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         notices.print("[yellow]stopped[/]: run the same command again to go on")
-        sys.exit(130)
+        sys.stdout.flush()
+        # Everything is closed, but a thread that waits for an actor of the Ray that is gone would keep the interpreter from ending.
+        os._exit(130)
 
 
 def progress() -> Progress:
