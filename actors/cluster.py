@@ -20,8 +20,8 @@ class ClusterSettings:
     cpus: int | None = None
 
 
-# OpenMP threads that spin while they wait slow a step several times over as soon as anything else runs on the same cores.
-PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+# OpenMP threads that spin for long while they wait slow a step several times over as soon as anything else runs on the same cores.
+PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000"}
 
 
 @contextmanager

@@ -127,8 +127,6 @@ class Backbone(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        with torch.no_grad():
-            self.norm.weight.copy_(target_head.norm_weight())
 
     def forward(self, batch: TrainBatch, target_head: TargetHead, backend: str) -> Tensor:
         """Hidden states of every predicted slot, [A, g, H]; slot k predicts the token at anchor + k + 1 in either layout."""

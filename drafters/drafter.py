@@ -22,7 +22,8 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 class Drafter(nn.Module):
     """DSpark or DFlash over a frozen target head.
 
-    Weights are float32 (float64 for a float64 head) and freshly initialised; the final norm starts as the target's. state_dict holds the
+    Weights are float32 (float64 for a float64 head) and freshly initialised, all norms with ones (the target's final norm would
+    start the logits two or three times as wide, hence confidently wrong). state_dict holds the
     trainable tensors only. Wrapped in DDP, pass `broadcast_buffers=False`: the frozen head is the same on every rank by contract.
 
     Args:
@@ -38,6 +39,7 @@ class Drafter(nn.Module):
                 raise DrafterError(
                     f"the drafter's {name} is {getattr(config, name)}, the target head's {getattr(target_head, name)}; they must be equal"
                 )
+        target_head.require_loaded()
         self.config, self.attention = config, attention
         self.target_head = target_head
         dtype, bf16 = target_head.master_dtype, target_head.compute_dtype == torch.bfloat16

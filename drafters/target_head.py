@@ -75,12 +75,12 @@ class TargetHead(nn.Module):
 
     def norm_weight(self) -> Tensor:
         """[H] what the final norm multiplies by, the family's (1 + w) folded in."""
-        self._require_loaded()
+        self.require_loaded()
         return self.final_norm + 1 if self.family.norm_plus_one else self.final_norm
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H] in the master dtype, scaled as the family does."""
-        self._require_loaded()
+        self.require_loaded()
         rows = F.embedding(ids, self.embedding)
         if self.family.embedding_scale != 1.0:
             # A tensor of the embedding's dtype: the released Gemma code rounds the factor like this.
@@ -97,7 +97,7 @@ class TargetHead(nn.Module):
         No gradient.
         """
         hidden = hidden.to(self.master_dtype) if normed else self.normed(hidden)
-        self._require_loaded()
+        self.require_loaded()
         flat = project(hidden.detach().reshape(-1, self.hidden_size), self.lm_head)
         return self.shape_logits_(flat).view(*hidden.shape[:-1], self.vocab_size)
 
@@ -108,6 +108,7 @@ class TargetHead(nn.Module):
         cap = self.family.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _require_loaded(self) -> None:
+    def require_loaded(self) -> None:
+        """Raise a DrafterError while the buffers are still NaN."""
         if not self.loaded:
             raise DrafterError("the target head has no weights yet; call TargetHead.load with the target's tensors")
