@@ -6,17 +6,19 @@ Resumes after any crash, and extends a finished cache by what `regenerate` has a
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
+from rich.progress import Progress, TaskID
 
 from actors.answers import AnswerStore
 from actors.cluster import cluster
 from actors.engines.base import EngineSettings
-from actors.ledger import LedgerSettings, LedgerStatus
+from actors.ledger import LedgerSettings, LedgerStatus, committed_status
 from actors.producer import CacheRecipe, ProducerSettings, run_cache
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
 from pipelines.machine import engine_count
@@ -78,21 +80,24 @@ def main(cfg: DictConfig) -> None:
     ensure_contract(cache, recipe.contract)
     started = time.perf_counter()
     ledger = LedgerSettings(job.lease.rows, job.lease.seconds, job.lease.attempts)
-    with cluster(job.cluster), progress() as bar:
-        task = bar.add_task("caching", total=answers.rows, note="starting the engines")
-        first: LedgerStatus | None = None
-
-        def watch(status: LedgerStatus) -> None:
-            nonlocal first
-            first = first or status
-            rate = (status.tokens - first.tokens) / max(time.perf_counter() - started, 1e-9)
-            failed = f"; [red]{sum(f.stop - f.start for f in status.failed)} failed[/]" if status.failed else ""
-            bar.update(
-                task, completed=status.done, note=f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}"
-            )
-
-        status, reports = run_cache(recipe, answers.rows, ledger, watch)
+    status, reports = committed_status(cache, answers.rows), list[dict[str, float]]()
+    if status.done < answers.rows:
+        with cluster(job.cluster), progress() as bar:
+            task = bar.add_task("caching", total=answers.rows, note="starting the engines")
+            status, reports = run_cache(recipe, answers.rows, ledger, _watch(bar, task, status.tokens))
     summarize(job, target, cache, status, reports, time.perf_counter() - started)
+
+
+def _watch(bar: Progress, task: TaskID, tokens_before: int) -> Callable[[LedgerStatus], None]:
+    started = time.perf_counter()
+
+    def on_status(status: LedgerStatus) -> None:
+        rate = (status.tokens - tokens_before) / max(time.perf_counter() - started, 1e-9)
+        failed = f"; [red]{sum(f.stop - f.start for f in status.failed)} failed[/]" if status.failed else ""
+        told = f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}"
+        bar.update(task, completed=status.done, note=told)
+
+    return on_status
 
 
 def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: ObjectStore) -> CacheRecipe:
