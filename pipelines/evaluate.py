@@ -120,6 +120,8 @@ def main(cfg: DictConfig) -> None:
 
 def checked_drafter(folder: ObjectStore, target: Target) -> DrafterFiles:
     """The drafter's files, refused where they belong to another target."""
+    if not folder.exists("contract.json"):
+        raise JobError(f"{folder.settings.root} holds no finished drafter. Run `python -m pipelines.train` with this run's name first.")
     files = load_drafter(folder)
     require_match(
         target.identity, files.contract.target, folder.settings.root, "Evaluate a drafter with the target that it was trained for"
