@@ -34,12 +34,12 @@ clean-demo: ## remove the demo's output
 	rm -rf outputs/demo
 
 prepare regenerate train evaluate: setup
-	@$(RUN) -m pipelines.$@ target=$(MODEL) $(ARGS)
+	@$(RUN) -m pipelines.$@ 'target=$(MODEL)' $(ARGS)
 
 cache: setup ## prompts, answers and hidden states of MODEL
-	@$(RUN) -m pipelines.prepare target=$(MODEL) $(ARGS)
-	@$(RUN) -m pipelines.regenerate target=$(MODEL) $(ARGS)
-	@$(RUN) -m pipelines.cache target=$(MODEL) $(ARGS)
+	@$(RUN) -m pipelines.prepare 'target=$(MODEL)' $(ARGS)
+	@$(RUN) -m pipelines.regenerate 'target=$(MODEL)' $(ARGS)
+	@$(RUN) -m pipelines.cache 'target=$(MODEL)' $(ARGS)
 
 doctor: setup ## what this machine can do, and what is missing
 	@$(RUN) -m pipelines.doctor $(ARGS)
