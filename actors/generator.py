@@ -143,8 +143,7 @@ def regenerate(
     # Sorted by content hash: the order of the input changes nothing.
     pending = deque(sorted((c for c in conversations if c.id not in known), key=lambda c: c.id))
     pool = _Pool(pending, answers, engine, sampling, settings, on_part)
-    workers = min(settings.actors, -(-len(pending) // settings.batch_conversations)) if pending else 0
-    pool.run(workers)
+    pool.run(min(settings.actors, len(pending)))
 
 
 class _Pool:
