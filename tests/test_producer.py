@@ -178,27 +178,34 @@ def processes(kind: str) -> list[psutil.Process]:
     return found
 
 
-class Killer:
-    """Kills a producer, and after some more commits the ledger; notes every producer that it sees."""
+class Killer(threading.Thread):
+    """Kills a producer when the first lease is committed, and the ledger some commits later; notes every producer that it sees."""
 
-    def __init__(self) -> None:
-        self.victims = [(4, "Producer"), (16, "Ledger")]
+    def __init__(self, commits: Path) -> None:
+        super().__init__(daemon=True)
+        self.commits, self.victims = commits, [(1, "Producer"), (4, "Ledger")]
         self.before = {process.pid for process in processes("")}
         self.producers: set[int] = set()
 
-    def __call__(self, status: LedgerStatus) -> None:
+    def run(self) -> None:
+        while self.victims:
+            if self.commits.is_dir() and len(list(self.commits.glob("*.json"))) >= self.victims[0][0]:
+                victim = next(process.pid for process in processes(self.victims[0][1]) if process.pid not in self.before)
+                os.kill(victim, signal.SIGKILL)
+                self.victims.pop(0)
+            time.sleep(0.02)
+
+    def watch(self, status: LedgerStatus) -> None:
         self.producers |= {process.pid for process in processes("Producer")} - self.before
-        if self.victims and status.done >= self.victims[0][0]:
-            _, kind = self.victims.pop(0)
-            os.kill(next(process.pid for process in processes(kind) if process.pid not in self.before), signal.SIGKILL)
 
 
 def test_every_row_is_cached_once_on_s3_though_a_producer_and_the_ledger_are_killed(running_ray, model, s3):
     recipe = make_recipe(model, s3.store("killed"))
-    rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(160)]
-    killer = Killer()
-    status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, killer)
-    assert (status.done, status.cached, status.failed) == (160, 160, ())
+    rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(120)]
+    killer = Killer(s3.path("killed", "cache/commits"))
+    killer.start()
+    status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, killer.watch)
+    assert (status.done, status.cached, status.failed) == (120, 120, ())
     assert not killer.victims
     assert len(killer.producers) == 3
     assert len(reports) == 2
