@@ -82,8 +82,8 @@ class Producer:
         self.budget = ByteBudget(recipe.settings.pending_bytes)
 
     def run(self, ledger: Any) -> dict[str, float]:
-        """Lease, capture, write, commit, until all rows are done. Returns seconds spent in the engine, and its tokens."""
-        seconds, tokens = 0.0, 0
+        """Lease, capture, write, commit, until all rows are done. Returns its tokens, and seconds in the engine and in all."""
+        seconds, tokens, began = 0.0, 0, time.perf_counter()
         writing: list[Future[None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="writer") as writer:
             while not (reply := ray.get(ledger.lease.remote(self.name))).done:
@@ -99,7 +99,7 @@ class Producer:
                 writing = self._raise_failures(writing)
             for future in writing:
                 future.result()
-        return {"engine_seconds": seconds, "tokens": float(tokens)}
+        return {"tokens": float(tokens), "engine_seconds": seconds, "seconds": time.perf_counter() - began}
 
     @staticmethod
     def _raise_failures(writing: list[Future[None]]) -> list[Future[None]]:
@@ -157,7 +157,8 @@ class _Delivery:
             encoded = encode_sample(sample, self.recipe.contract)
         except StorageError as refused:
             # Not finite, or not what the contract says: this row is reported, the others go on.
-            self.skipped.append(Skipped(sample.row_id, index, f"refused: {refused}"))
+            reason = str(refused).removeprefix(f"sample {sample.row_id}: ")
+            self.skipped.append(Skipped(sample.row_id, index, f"refused: {reason}"))
         else:
             self.shards.add(encoded, sample.row_id, index)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.engines.model_files import Notify, resolve_model
@@ -118,6 +119,11 @@ def known_targets() -> dict[str, str]:
     """Conf name -> model, of every file in conf/target but `custom`."""
     files = sorted(path for path in CONF.glob("*.yaml") if path.stem != "custom")
     return {path.stem: str(yaml.safe_load(path.read_text())["model"]) for path in files}
+
+
+def load_target_config(name: str) -> TargetConfig:
+    """One file of conf/target by its name, outside of Hydra."""
+    return TargetConfig.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True))
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:

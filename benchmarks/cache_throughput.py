@@ -1,0 +1,126 @@
+"""Tokens a second of `cache`, end to end, over the bare engine's prefill; and its bytes a token over the published layout's.
+
+    python benchmarks/cache_throughput.py --demo outputs/demo
+
+Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: the same vLLM without
+capture, one token generated, nothing kept. Cache: a producer from its first lease to its last commit, encoding and writing included, engine
+start left out in both. They take turns (A B A B), each in a fresh process.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from actors.answers import AnswerStore
+from actors.cluster import ClusterSettings, cluster
+from actors.engines.base import EngineSettings
+from actors.engines.vllm import vllm_environment
+from actors.ledger import LedgerSettings
+from actors.producer import CacheRecipe, ProducerSettings, batches, run_cache, skip_reason
+from pipelines.job import write_json
+from pipelines.target import Target, load_target_config
+from storage.contract import Capture, Contract, ensure_contract
+from storage.object_store import ObjectStore, StorageSettings
+from storage.places import Places
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--codec", default="lossless")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--part", choices=["bare", "cache"], help="(internal) one measurement, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cache_throughput.json"))
+    args = parser.parse_args()
+    if args.part:
+        print(json.dumps(bare(args) if args.part == "bare" else cached(args)))
+        return
+    results: dict[str, list[dict[str, Any]]] = {"bare": [], "cache": []}
+    for _ in range(args.rounds):
+        for part, measured in results.items():
+            command = [sys.executable, __file__, "--part", part, "--demo", str(args.demo), "--codec", args.codec]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            measured.append(json.loads(done.stdout.splitlines()[-1]))
+            print(part, measured[-1], flush=True)
+    speed = {part: statistics.median(row["tokens_per_second"] for row in rows) for part, rows in results.items()}
+    summary = {
+        "bare_tokens_per_second": speed["bare"],
+        "cache_tokens_per_second": speed["cache"],
+        "ratio": speed["cache"] / speed["bare"],
+        "bytes_per_token": results["cache"][0]["bytes_per_token"],
+        "of_published_layout": results["cache"][0]["of_published_layout"],
+        "codec": args.codec,
+        "runs": results,
+    }
+    write_json(args.out, summary)
+    print(json.dumps({key: value for key, value in summary.items() if key != "runs"}, indent=2))
+
+
+def recipe(args: argparse.Namespace, cache: str) -> tuple[CacheRecipe, Target]:
+    target = load_target_config("smollm2_135m").resolve(lambda text: print(text, file=sys.stderr))
+    engine = EngineSettings(model=str(target.folder), layer_ids=target.layer_ids, max_length=512)
+    contract = Contract(target.identity, Capture(layer_ids=target.layer_ids, max_length=512, codec=args.codec))
+    answers = ObjectStore(StorageSettings(str(args.demo))).child(Places(target.config.name, "bundled").answers)
+    store = ObjectStore(StorageSettings(cache))
+    return CacheRecipe(store, answers, contract, engine, target.mask_token_id, target.template.stop_ids, ProducerSettings()), target
+
+
+def bare(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine alone, over the rows that would be cached."""
+    made, _ = recipe(args, tempfile.gettempdir())
+    os.environ.update(vllm_environment(made.engine))
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = made.engine
+    llm = LLM(
+        model=engine.model,
+        dtype="bfloat16",
+        max_model_len=engine.max_length + 1,
+        max_num_batched_tokens=engine.batch_tokens,
+        max_num_seqs=engine.batch_rows,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=True,
+    )
+    rows = [(index, row) for index, row in enumerate(AnswerStore(made.answers)) if not skip_reason(row, made)]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    leases = [rows[start : start + 32] for start in range(0, len(rows), 32)]
+    groups = [group for lease in leases for group in batches(lease, engine.batch_tokens, engine.batch_rows)]
+    prompts = [[TokensPrompt(prompt_token_ids=row.masked().input_ids.tolist()) for _, row in group] for group in groups]
+    llm.generate(prompts[0], sampling, use_tqdm=False)
+    started = time.perf_counter()
+    for group in prompts:
+        llm.generate(group, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(row.masked().input_ids) for _, row in rows)
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def cached(args: argparse.Namespace) -> dict[str, Any]:
+    """`cache` with one producer into a fresh folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        made, target = recipe(args, folder)
+        ensure_contract(made.cache, made.contract)
+        with cluster(ClusterSettings()):
+            rows = AnswerStore(made.answers).rows
+            status, reports = run_cache(made, rows, LedgerSettings(lease_rows=32), lambda status: None)
+    report = reports[0]
+    published = 12 * target.identity.hidden_size + 6
+    return {
+        **report,
+        "tokens_per_second": report["tokens"] / report["seconds"],
+        "bytes_per_token": status.bytes / status.tokens,
+        "of_published_layout": status.bytes / status.tokens / published,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Accepted length of drafters trained alike but for their head, over several seeds, on what `make demo` left behind.
+
+    python benchmarks/compare_heads.py --demo outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
+
+Trains each with `pipelines.train` (the demo's budget in samples), then decodes all held-out prompts at temperature 0. Runs that are finished
+are not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter and a table.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.trainer import build_drafter
+from decoding.loop import speculative_decode
+from decoding.metrics import acceptance_metrics, divide
+from decoding.settings import SamplingSettings
+from decoding.target import TransformersTarget
+from drafters.config import DrafterConfig
+from pipelines.job import write_json
+from pipelines.prepare import read_conversations
+from pipelines.target import Target, TargetConfig, load_target_config
+from storage.checkpoint import load_drafter
+from storage.object_store import ObjectStore, StorageSettings
+from storage.places import Places
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--experiments", nargs="+", default=["dspark_markov", "dspark_rank0", "dflash"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time, one thread each")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_heads.json"))
+    args = parser.parse_args()
+    runs = [(experiment, seed) for seed in args.seeds for experiment in args.experiments]
+    with ThreadPoolExecutor(args.side_by_side) as pool:
+        list(pool.map(lambda run: train(args.demo, *run), runs))
+    config: TargetConfig = load_target_config("smollm2_135m")
+    target = config.resolve(print)
+    rows = [measure(args, target, experiment, seed) for experiment, seed in runs]
+    write_json(args.out, {"max_new_tokens": args.max_new_tokens, "temperature": 0, "rows": rows})
+    print(table(rows))
+
+
+def name(experiment: str, seed: int) -> str:
+    return f"{experiment}-seed{seed}"
+
+
+def train(demo: Path, experiment: str, seed: int) -> None:
+    """The demo's training with another drafter or seed."""
+    overrides = [f"output={demo}", f"+experiment={experiment}", f"train.seed={seed}", f"run.name={name(experiment, seed)}"]
+    command = [sys.executable, "-m", "pipelines.train", *overrides, "workers.cpus=1", "cluster.cpus=1", "tracking=none"]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+
+
+def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int) -> dict[str, Any]:
+    """Greedy accepted length over all held-out prompts."""
+    store = ObjectStore(StorageSettings(str(args.demo)))
+    places = Places(target.config.name, "bundled")
+    files = load_drafter(store.child(f"{places.run(name(experiment, seed))}/drafter"))
+    drafter = build_drafter(str(target.folder), DrafterConfig.from_dict(files.config), "bfloat16")
+    drafter.load_trainable(files.tensors)
+    model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16)
+    prompts = [target.template.prompt_ids(c.rounds()[0]) for c in read_conversations(store.child(places.prompts), "heldout")]
+    settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
+    decoder = TransformersTarget(model, files.contract.capture.layer_ids)
+    shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
+    trained = json.loads((args.demo / places.run(name(experiment, seed)) / "train.json").read_text())
+    row = {
+        "experiment": experiment,
+        "seed": seed,
+        "tau": shown["tau"],
+        "tau_per_request": shown["tau_per_request"],
+        "accept_cond": [shown.get(f"accept_cond@{k}") for k in range(1, drafter.config.block_length + 1)],
+        "heldout_tau_teacher_forced": trained["metrics"]["heldout/tau_teacher_forced"],
+        "samples": trained["settings"]["steps"] * trained["settings"]["global_batch"],
+        "train_seconds": trained["seconds"],
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: mean and range over seeds."""
+    lines = [
+        "| drafter | tau by seed | mean (min to max) | accept_cond@k, mean | teacher-forced tau at temperature 1 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for experiment in dict.fromkeys(row["experiment"] for row in rows):
+        own = [row for row in rows if row["experiment"] == experiment]
+        taus = [row["tau"] for row in own]
+        cond = [statistics.mean(values) for values in zip(*(row["accept_cond"] for row in own), strict=True)]
+        forced = [row["heldout_tau_teacher_forced"] for row in own]
+        lines.append(
+            f"| {experiment} | {' '.join(f'{tau:.2f}' for tau in taus)} | {statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}) "
+            f"| {' '.join(f'{value:.2f}' for value in cond)} | {statistics.mean(forced):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
