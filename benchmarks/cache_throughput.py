@@ -2,7 +2,7 @@
 
     python benchmarks/cache_throughput.py --demo outputs/demo
 
-Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: the same vLLM without
+Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: vLLM without
 capture, one token generated, nothing kept. Cache: a producer from its first lease to its last commit, encoding and writing included, engine
 start left out in both. They take turns (A B A B), each in a fresh process.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/compare_heads.py --demo outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
 
-Trains each with `pipelines.train` (the demo's budget in samples), then decodes all held-out prompts at temperature 0. Runs that are finished
+Trains each with `pipelines.train` (the demo's budget in samples), then decodes all held-out prompts at temperature 0. Finished runs
 are not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter and a table.
 """
 
