@@ -156,7 +156,7 @@ def _fit(
             num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         ),
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]  # mypy sees the first version of Ray Train, the second one runs
             name="train",
             storage_path=str(scratch),
             failure_config=FailureConfig(max_failures=0),
