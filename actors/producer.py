@@ -70,6 +70,7 @@ class CacheRecipe:
     mask_token_id: int
     stop_ids: tuple[int, ...]
     settings: ProducerSettings
+    keep_truncated: bool = False
 
 
 class Producer:
@@ -209,7 +210,7 @@ class _Heartbeat:
 def skip_reason(row: AnsweredRow, recipe: CacheRecipe) -> str:
     """Why a row is not cached; empty if it is."""
     max_length, mask = recipe.contract.capture.max_length, recipe.mask_token_id
-    if reason := unusable(row, recipe.stop_ids):
+    if reason := unusable(row, recipe.stop_ids, keep_truncated=recipe.keep_truncated):
         return reason
     if len(row.prompt_ids) + len(row.answer_ids) > max_length:
         return "longer than max_length"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actors.cluster import PATIENT_THREADS
 from actors.errors import ActorError
+from actors.head_start import start_head
 from drafters.anchors import sample_anchors
 from drafters.batch import SampleTensors, TrainBatch, pack
 from drafters.config import DrafterConfig
@@ -53,6 +54,7 @@ class TrainSettings:
         micro_batch: samples a worker packs into one forward pass; the rest of its share is accumulated.
         decay: slot k counts exp(-k / decay).
         warmup: share of the steps in which the learning rate rises; after them it falls by a cosine to zero.
+        head_start: the sequential head starts at `random`, or as the `target`'s own next-token logits after each single token.
         compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
         heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
     """
@@ -68,6 +70,7 @@ class TrainSettings:
     clip: float
     decay: float
     weights: LossWeights
+    head_start: str
     compute: str
     seed: int
     heldout_rows: int
@@ -209,6 +212,9 @@ class Worker:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         torch.manual_seed(self.settings.seed)
         self.drafter = build_drafter(recipe.model, recipe.drafter, self.settings.compute).to(self.device)
+        # One rank works out the start; building DDP hands its weights to all.
+        if self.settings.head_start == "target" and rank == 0 and not has_checkpoint(recipe.run, CHECKPOINTS):
+            start_head(self.drafter, recipe.model, self.device)
         self.module: torch.nn.Module = self.drafter
         if world > 1:
             self.module = torch.nn.parallel.DistributedDataParallel(self.drafter, broadcast_buffers=False)

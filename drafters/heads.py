@@ -45,6 +45,20 @@ class SequentialHead(nn.Module):
         """One slot: h_k [B, H], previous [B], state -> (m [B, r], new state)."""
         return self.latent(h_k[:, None], previous[:, None])[:, 0], state
 
+    @torch.no_grad()
+    def start_from(self, next_hidden: Tensor, lm_head: Tensor, frequency: Tensor) -> None:
+        """Start as what the target itself says after each single token, instead of at random.
+
+        Args:
+            next_hidden: [V, H], for each token the target's hidden state after it, as it enters the LM head.
+            lm_head: [V, H].
+            frequency: [V] how often each token comes up; common ones are met best.
+
+        Raises:
+            DrafterError: this head's bias is not linear in W1[prev], or its rank exceeds H.
+        """
+        raise DrafterError(f"a {type(self).__name__} cannot start from the target's logits; start it at random (train.head_start=random)")
+
     def bias(self, m: Tensor) -> Tensor:
         """B = m W2, [..., r] -> [..., V]."""
         if not self.bf16:
@@ -57,6 +71,13 @@ class SequentialHead(nn.Module):
 
 class MarkovHead(SequentialHead):
     """m = W1[prev]."""
+
+    @torch.no_grad()
+    def start_from(self, next_hidden: Tensor, lm_head: Tensor, frequency: Tensor) -> None:
+        """See SequentialHead: B = the target's logits after prev alone, to rank r."""
+        rows, columns = low_rank_logits(next_hidden, lm_head, self.rank, frequency)
+        self.W1.weight.copy_(rows)
+        self.W2.copy_(columns)
 
     def latent_of(self, h: Tensor, embedded: Tensor) -> Tensor:
         return embedded
@@ -112,3 +133,36 @@ def make_head(config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> Sequenti
 def _init_linear(linear: Linear) -> None:
     nn.init.normal_(linear.weight, std=0.02)
     nn.init.zeros_(linear.bias)
+
+
+def low_rank_logits(hidden: Tensor, lm_head: Tensor, rank: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The best rank-r approximation of the logits hidden @ lm_head^T, each row's mean left out (softmax does not see it).
+
+    Best in the sum of squares over all n x V logits, rows weighted; the logits are never formed: with E the centred LM head and
+    E^T E = R^T R, ||(A C - hidden) E^T|| = ||(A C - hidden) R^T||, so the right singular vectors of the weighted hidden R^T [n, H] do it.
+
+    Args:
+        hidden: [n, H] hidden states as they enter the LM head.
+        lm_head: [V, H].
+        rank: r, at most H.
+        weights: [n] how much each row counts, positive.
+
+    Returns:
+        A [n, r] and B [r, V] of equal spread, A @ B ~ logits.
+
+    Raises:
+        DrafterError: rank above H, which this factorization cannot fill.
+    """
+    if rank > hidden.shape[1]:
+        raise DrafterError(
+            f"head_rank {rank} exceeds the hidden size {hidden.shape[1]}: a head cannot start from the target; start it at random"
+        )
+    centred = lm_head.double() - lm_head.double().mean(0)
+    upper = torch.linalg.cholesky(centred.T @ centred, upper=True)
+    seen = hidden.double() @ upper.T
+    # Eigenvectors of the H x H moment, largest last: the right singular vectors without the tall SVD.
+    basis = torch.linalg.eigh((seen * weights.double()[:, None]).T @ seen).eigenvectors[:, -rank:]
+    A = seen @ basis
+    B = torch.linalg.solve_triangular(upper, basis, upper=True).T @ centred.T
+    balance = (B.std() / A.std()).sqrt()
+    return (A * balance).to(hidden.dtype), (B / balance).to(hidden.dtype)

@@ -24,7 +24,7 @@ from pipelines.job import Job, JobError, finish, launch, mendable, notices, prog
 from pipelines.machine import engine_count
 from pipelines.target import Target, describe
 from storage.commits import read_commits
-from storage.contract import Capture, Contract, ensure_contract
+from storage.contract import MASK_RULE, MASK_RULE_TRUNCATED, Capture, Contract, ensure_contract
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
 
@@ -33,6 +33,7 @@ class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     codec: Literal["raw", "lossless", "fp8"]
     max_length: int = Field(ge=2)
+    keep_truncated: bool
     last_hidden_rows: Literal["supervised", "all"]
     shard_mib: float = Field(gt=0)
 
@@ -109,6 +110,7 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Obje
         max_length=job.cache.max_length,
         codec=job.cache.codec,
         last_hidden_rows=job.cache.last_hidden_rows,
+        mask_rule=MASK_RULE_TRUNCATED if job.cache.keep_truncated else MASK_RULE,
     )
     return CacheRecipe(
         cache=cache,
@@ -128,6 +130,7 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Obje
         ),
         mask_token_id=target.mask_token_id,
         stop_ids=target.template.stop_ids,
+        keep_truncated=job.cache.keep_truncated,
         settings=ProducerSettings(
             producers=producers,
             cpus=producer.threads,

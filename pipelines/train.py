@@ -9,7 +9,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 import torch
@@ -70,6 +70,7 @@ class TrainConfig(BaseModel):
     clip: float = Field(gt=0)
     decay: float = Field(gt=0)
     loss: LossConfig
+    head_start: Literal["random", "target"]
     compute: str = Field(pattern="^(bfloat16|float32)$")
     seed: int
     heldout_rows: int = Field(ge=1)

@@ -43,6 +43,7 @@ SETTINGS = TrainSettings(
     clip=1.0,
     decay=4.0,
     weights=LossWeights(),
+    head_start="random",
     compute="float32",
     seed=3,
     heldout_rows=2,
