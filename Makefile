@@ -51,7 +51,7 @@ format: setup ## apply formatting and safe fixes
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 
 test: lint ## lint, types and the tests that run in minutes
-	@$(RUN) -m pytest -m 'not slow and not gpu'
+	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not gpu'
 
 test-all: lint ## also the slow tests
-	@$(RUN) -m pytest -m 'not gpu'
+	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not gpu'
