@@ -210,6 +210,8 @@ class Worker:
     def __init__(self, recipe: TrainRecipe, board: Any, rank: int, world: int) -> None:
         self.recipe, self.settings, self.board, self.rank, self.world = recipe, recipe.settings, board, rank, world
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        # Softmax over a vocabulary is full of numbers next to zero; denormal ones cost a CPU a hundred times as much.
+        torch.set_flush_denormal(True)
         torch.manual_seed(self.settings.seed)
         self.drafter = build_drafter(recipe.model, recipe.drafter, self.settings.compute).to(self.device)
         # One rank works out the start; building DDP hands its weights to all.
