@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed; set PYTHON=...'; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about 4 GB, some minutes the first time)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
+	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
 		{ echo "error: installation failed. If pip cannot find torch==...+cpu, add PyTorch's CPU wheel index to PIP_EXTRA_INDEX_URL (see PyTorch's install page)."; exit 1; }
 	@[ "$(ENGINE)" = gpu ] || $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@

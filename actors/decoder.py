@@ -7,8 +7,8 @@ from typing import Any
 import ray
 import torch
 
-from actors.cluster import PATIENT_THREADS
-from actors.trainer import build_drafter
+from actors.cluster import CPU_ENVIRONMENT
+from actors.drafter import build_drafter
 from decoding.loop import speculative_decode
 from decoding.settings import Generation, SamplingSettings
 from decoding.target import TransformersTarget
@@ -103,7 +103,7 @@ def decode_prompts(
     Each actor alternates drafted and plain group by group (A B B A), so that neither profits from a warmer machine.
     """
     groups = [prompts[start : start + settings.batch_size] for start in range(0, len(prompts), settings.batch_size)]
-    environment = {**PATIENT_THREADS, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     actors = [
         DecoderActor.options(num_cpus=settings.threads, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
             model, layer_ids, drafter, settings

@@ -17,7 +17,8 @@ from ray.exceptions import RayActorError
 
 from actors.answers import AnswerStore
 from actors.cluster import death_reason, original_error
-from actors.engines.base import Captured, EngineSettings, make_engine
+from actors.engines.base import Captured, EngineSettings
+from actors.engines.make import make_engine
 from actors.engines.vllm import vllm_environment
 from actors.errors import ActorError
 from actors.ledger import Lease, Ledger, LedgerSettings, LedgerStatus

@@ -5,11 +5,8 @@ reading order follows for any number of workers.
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,189 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.cluster import PATIENT_THREADS
+from actors.drafter import build_drafter
 from actors.errors import ActorError
 from actors.head_start import start_head
+from actors.train_recipe import CHECKPOINTS, TrainRecipe
 from drafters.anchors import sample_anchors
 from drafters.batch import SampleTensors, TrainBatch, pack
-from drafters.config import DrafterConfig
-from drafters.drafter import Drafter, Metrics
-from drafters.errors import DrafterError
-from drafters.family import family_of
-from drafters.losses import LossWeights
-from drafters.target_head import TargetHead
+from drafters.drafter import Metrics
 from storage.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from storage.contract import Contract
-from storage.errors import StorageError
 from storage.manifest import Manifest
-from storage.object_store import ObjectStore
 from storage.order import ReadingOrder, anchor_seed, rank_slots
 from storage.reader import SampleReader
 from storage.sample import Sample
-from storage.target_files import load_head_weights, read_model_config
 
-CHECKPOINTS = "checkpoints"
 # Held-out rows draw the same anchors at every scoring.
 _HELDOUT_EPOCH = 2**31
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """How to train. Samples, not tokens, are counted: `global_batch` samples a step over all workers.
-
-    Attributes:
-        anchors: blocks drawn from each sample and epoch.
-        micro_batch: samples a worker packs into one forward pass; the rest of its share is accumulated.
-        decay: slot k counts exp(-k / decay).
-        warmup: share of the steps in which the learning rate rises; after them it falls by a cosine to zero.
-        head_start: the sequential head starts at `random`, or as the `target`'s own next-token logits after each single token.
-        compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
-        heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
-    """
-
-    steps: int
-    global_batch: int
-    micro_batch: int
-    anchors: int
-    learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    warmup: float
-    clip: float
-    decay: float
-    weights: LossWeights
-    head_start: str
-    compute: str
-    seed: int
-    heldout_rows: int
-    log_every: int
-    score_every: int
-    checkpoint_every: int
-    prefetch_mib: int
-    reader_threads: int
-
-
-@dataclass(frozen=True)
-class TrainRecipe:
-    """Everything a worker needs; no tensor among it."""
-
-    cache: ObjectStore
-    run: ObjectStore
-    contract: Contract
-    manifest_hash: str
-    model: str
-    drafter: DrafterConfig
-    settings: TrainSettings
-
-
-class Board:
-    """Where rank 0 leaves metric rows for the driver. Metadata only."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
-
-    def post(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-
-    def take(self) -> list[dict[str, Any]]:
-        rows, self._rows = self._rows, []
-        return rows
-
-
-BoardActor: Any = ray.remote(num_cpus=0)(Board)
-
-
-def run_training(
-    recipe: TrainRecipe,
-    workers: int,
-    cpus: int,
-    gpus: float,
-    scratch: Path,
-    on_row: Callable[[dict[str, Any]], None],
-    max_failures: int = 3,
-) -> None:
-    """Train to the last step, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
-
-    Raises:
-        ActorError: there are more workers than samples in a batch, or the workers failed more than `max_failures` times.
-        StorageError, DrafterError, ActorError: a worker's own; trying again would not help.
-    """
-    if recipe.settings.global_batch < workers:
-        raise ActorError(
-            f"train.global_batch={recipe.settings.global_batch} gives {workers} workers less than a sample each: raise it, "
-            "or lower workers.count"
-        )
-    board = BoardActor.remote()
-    for attempt in range(max_failures + 1):
-        failure = _fit(recipe, board, workers, cpus, gpus, scratch / str(attempt), on_row)
-        if failure is None:
-            return
-        told = _told(failure)
-        if attempt == max_failures or not isinstance(told, _Crashed):
-            raise told
-
-
-class _Crashed(ActorError):
-    """The workers ended without a reason that a person can mend: killed, out of memory, a node gone."""
-
-
-def _fit(
-    recipe: TrainRecipe, board: Any, workers: int, cpus: int, gpus: float, scratch: Path, on_row: Callable[[dict[str, Any]], None]
-) -> BaseException | None:
-    """One start of the workers; returns what ended them early."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"recipe": recipe, "board": board},
-        scaling_config=ScalingConfig(
-            num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-        ),
-        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        run_config=RunConfig(  # type: ignore[call-arg]  # mypy sees the first version of Ray Train, the second one runs
-            name="train",
-            storage_path=str(scratch),
-            failure_config=FailureConfig(max_failures=0),
-            worker_runtime_env={"env_vars": PATIENT_THREADS},
-        ),
-    )
-    failure: list[BaseException] = []
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(timeout=0.5)
-        for row in ray.get(board.take.remote()):
-            on_row(row)
-    for row in ray.get(board.take.remote()):
-        on_row(row)
-    return failure[0] if failure else None
-
-
-def _told(error: BaseException) -> BaseException:
-    """A worker's own error where one that a person can mend is among them; Ray Train wraps them twice."""
-    causes = [getattr(cause, "_base_exc", cause) for cause in (getattr(error, "worker_failures", None) or {0: error}).values()]
-    for cause in causes:
-        # When one rank stops, the others report a broken connection.
-        if isinstance(cause, StorageError | DrafterError | ActorError):
-            return cause
-    last = (str(causes[0]).strip().splitlines() or [""])[-1]
-    return _Crashed(f"the training workers failed ({type(causes[0]).__name__}: {last}). The last checkpoint is kept: run it again to go on")
-
-
-def _worker(config: dict[str, Any]) -> None:
-    import ray.train
-
-    context = ray.train.get_context()
-    # `Worker.run` owns everything that must be closed when it ends, well or not.
-    Worker(config["recipe"], config["board"], context.get_world_rank(), context.get_world_size()).run()
 
 
 class Worker:
@@ -435,27 +264,3 @@ def to_tensors(sample: Sample) -> SampleTensors:
         last_hidden=torch.from_numpy(sample.last_hidden).view(torch.bfloat16),
         last_rows=torch.from_numpy(sample.last_rows.astype(np.int64)),
     )
-
-
-def build_drafter(model: str, config: DrafterConfig, compute: str) -> Drafter:
-    """A drafter over the frozen head of the target in folder `model`."""
-    weights = load_head_weights(Path(model))
-    model_config = read_model_config(Path(model))
-    head = TargetHead(
-        config.vocab_size, config.hidden_size, float(model_config["rms_norm_eps"]), family_of(model_config), getattr(torch, compute)
-    )
-    head.load(weights.embedding, weights.final_norm, weights.lm_head)
-    return Drafter(config, head)
-
-
-def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:
-    """What decides a run's result; a run folder made with other facts is not continued."""
-    return {
-        "contract": asdict(recipe.contract),
-        "manifest": recipe.manifest_hash,
-        "drafter": recipe.drafter.to_dict(),
-        "settings": {key: value for key, value in asdict(recipe.settings).items() if key not in _NOT_DECISIVE},
-    }
-
-
-_NOT_DECISIVE = ("log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "micro_batch")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.trainer import build_drafter
+from actors.drafter import build_drafter
 from decoding.loop import speculative_decode
 from decoding.metrics import acceptance_metrics, divide
 from decoding.settings import SamplingSettings

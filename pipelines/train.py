@@ -17,7 +17,9 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.cluster import cluster
-from actors.trainer import CHECKPOINTS, TrainRecipe, TrainSettings, recipe_facts, run_training, split_manifest
+from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings, recipe_facts
+from actors.trainer import split_manifest
+from actors.training import run_training
 from drafters.config import DrafterConfig, config_from_target
 from drafters.losses import LossWeights
 from pipelines.figures import save, training_figure

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from actors.engines.base import Captured, EngineSettings, make_engine
+from actors.engines.base import Captured, EngineSettings
+from actors.engines.make import make_engine
 from actors.engines.vllm import vllm_environment
 
 Rows = Sequence[Sequence[int]]

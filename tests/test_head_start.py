@@ -8,8 +8,8 @@ from tiny_models import write_tiny_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from actors.drafter import build_drafter
 from actors.head_start import frequency_of, next_hidden, opening_ids, start_head
-from actors.trainer import build_drafter
 from corpus.template import ChatTemplate
 from drafters.config import config_from_target
 from drafters.errors import DrafterError

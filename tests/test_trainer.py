@@ -17,7 +17,9 @@ from storage_cases import hidden_states, identity
 from tiny_models import HIDDEN, LAYERS, VOCABULARY, write_tiny_model
 
 from actors.errors import ActorError
-from actors.trainer import CHECKPOINTS, TrainRecipe, TrainSettings, Worker, run_training, schedule, split_manifest
+from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings
+from actors.trainer import Worker, schedule, split_manifest
+from actors.training import run_training
 from drafters.config import config_from_target
 from drafters.losses import LossWeights
 from storage.checkpoint import load_checkpoint

@@ -42,14 +42,3 @@ class HiddenStateEngine(Protocol):
     def prefill(self, rows: Sequence[Sequence[int]]) -> list[Captured]:
         """Capture rows of token ids, each at most `max_length` long."""
         ...
-
-
-def make_engine(settings: EngineSettings) -> HiddenStateEngine:
-    """Build the engine that `settings.engine` names, inside the process that will use it."""
-    if settings.engine == "hf":
-        from actors.engines.hf import HfEngine
-
-        return HfEngine(settings)
-    from actors.engines.vllm import VllmPrefillEngine
-
-    return VllmPrefillEngine(settings)
