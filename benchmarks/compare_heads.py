@@ -2,7 +2,7 @@
 
     python benchmarks/compare_heads.py --demo outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
 
-Trains each with `pipelines.train` (the demo's budget in samples), then decodes all held-out prompts at temperature 0. Finished runs
+Trains each with `pipelines.train` (all on the same samples), then decodes all held-out prompts at temperature 0. Finished runs
 are not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter and a table.
 """
 
@@ -38,13 +38,14 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
     parser.add_argument("--experiments", nargs="+", default=["dspark_markov", "dspark_rank0", "dflash"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=300, help="of the demo's batch; its own budget is more than twice as long")
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_heads.json"))
     args = parser.parse_args()
     runs = [(experiment, seed) for seed in args.seeds for experiment in args.experiments]
     with ThreadPoolExecutor(args.side_by_side) as pool:
-        list(pool.map(lambda run: train(args.demo, *run), runs))
+        list(pool.map(lambda run: train(args.demo, args.steps, *run), runs))
     config: TargetConfig = load_target_config("smollm2_135m")
     target = config.resolve(print)
     rows = [measure(args, target, experiment, seed) for experiment, seed in runs]
@@ -52,13 +53,14 @@ def main() -> None:
     print(table(rows))
 
 
-def name(experiment: str, seed: int) -> str:
-    return f"{experiment}-seed{seed}"
+def name(experiment: str, seed: int, steps: int) -> str:
+    return f"{experiment}-{steps}-seed{seed}"
 
 
-def train(demo: Path, experiment: str, seed: int) -> None:
-    """The demo's training with another drafter or seed."""
-    overrides = [f"output={demo}", f"+experiment={experiment}", f"train.seed={seed}", f"run.name={name(experiment, seed)}"]
+def train(demo: Path, steps: int, experiment: str, seed: int) -> None:
+    """The demo's training with another drafter, seed or length."""
+    overrides = [f"output={demo}", f"+experiment={experiment}", f"train.seed={seed}", f"train.steps={steps}"]
+    overrides.append(f"run.name={name(experiment, seed, steps)}")
     command = [sys.executable, "-m", "pipelines.train", *overrides, "workers.cpus=1", "cluster.cpus=1", "tracking=none"]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
 
@@ -67,7 +69,7 @@ def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int
     """Greedy accepted length over all held-out prompts."""
     store = ObjectStore(StorageSettings(str(args.demo)))
     places = Places(target.config.name, "bundled")
-    files = load_drafter(store.child(f"{places.run(name(experiment, seed))}/drafter"))
+    files = load_drafter(store.child(f"{places.run(name(experiment, seed, args.steps))}/drafter"))
     drafter = build_drafter(str(target.folder), DrafterConfig.from_dict(files.config), "bfloat16")
     drafter.load_trainable(files.tensors)
     model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16)
@@ -75,7 +77,7 @@ def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int
     settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
     decoder = TransformersTarget(model, files.contract.capture.layer_ids)
     shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
-    trained = json.loads((args.demo / places.run(name(experiment, seed)) / "train.json").read_text())
+    trained = json.loads((args.demo / places.run(name(experiment, seed, args.steps)) / "train.json").read_text())
     row = {
         "experiment": experiment,
         "seed": seed,
