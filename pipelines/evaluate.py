@@ -24,6 +24,7 @@ from corpus.conversation import Conversation
 from decoding.metrics import acceptance_metrics, divide
 from decoding.settings import Generation, Round, SamplingSettings, Seconds
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress, write_json
+from pipelines.machine_checks import usable_cores
 from pipelines.prepare import read_conversations
 from pipelines.report import (
     Acceptance,
@@ -150,7 +151,7 @@ def decoded(
         return [Decoded(generation(drafted), generation(plain), gap) for drafted, plain, gap in json.loads(record.read_text())["outcomes"]]
     gpus = torch.cuda.device_count()
     actors = job.evaluate.actors or max(gpus, 1)
-    threads = job.evaluate.threads or max((job.cluster.cpus or _cores()) // actors, 1)
+    threads = job.evaluate.threads or max((job.cluster.cpus or usable_cores()) // actors, 1)
     settings = DecoderSettings(
         actors=actors,
         threads=threads,
@@ -337,7 +338,7 @@ def machine() -> str:
         else []
     )
     amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
-    return f"{names[0] if names else platform.processor()}, {_cores()} cores{amx}"
+    return f"{names[0] if names else platform.processor()}, {usable_cores()} cores{amx}"
 
 
 def _positions(shown: dict[str, float | None], name: str) -> str:
@@ -345,12 +346,6 @@ def _positions(shown: dict[str, float | None], name: str) -> str:
     while (value := shown.get(f"{name}@{len(values) + 1}")) is not None and not math.isnan(value):
         values.append(value)
     return " ".join(f"{value:.2f}" for value in values)
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

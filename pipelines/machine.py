@@ -1,8 +1,8 @@
 """How many engines this machine takes by default."""
 
-import os
-
 import torch
+
+from pipelines.machine_checks import usable_cores
 
 
 def engine_count(count: int | None, gpus: float | None, threads: int) -> tuple[int, float]:
@@ -13,4 +13,4 @@ def engine_count(count: int | None, gpus: float | None, threads: int) -> tuple[i
         return count, each
     if available:
         return max(int(available / each), 1) if each else available, each
-    return max(len(os.sched_getaffinity(0)) // threads, 1), 0.0
+    return max(usable_cores() // threads, 1), 0.0

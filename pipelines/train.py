@@ -24,6 +24,7 @@ from drafters.config import DrafterConfig, config_from_target
 from drafters.losses import LossWeights
 from pipelines.figures import save, training_figure
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
+from pipelines.machine_checks import usable_cores
 from pipelines.report import training_points
 from pipelines.target import Target, describe
 from pipelines.tracking import TrackingConfig, tracker
@@ -235,7 +236,7 @@ def train(job: TrainJob, recipe: TrainRecipe, metrics: "MetricsFile", folder: Pa
     gpus = torch.cuda.device_count()
     workers = job.workers.count or max(gpus, 1)
     each = job.workers.gpus if job.workers.gpus is not None else (1.0 if gpus else 0.0)
-    cpus = job.workers.cpus or max((job.cluster.cpus or _cores()) // workers, 1)
+    cpus = job.workers.cpus or max((job.cluster.cpus or usable_cores()) // workers, 1)
     facts = {**recipe_facts(recipe), "git_revision": git_revision()}
     with (
         cluster(job.cluster),
@@ -327,12 +328,6 @@ def git_revision() -> str | None:
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or None
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":
