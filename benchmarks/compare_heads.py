@@ -2,7 +2,7 @@
 
     python benchmarks/compare_heads.py --demo outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
 
-Trains each with `pipelines.train` (all on the same samples), then decodes all held-out prompts at temperature 0. Finished runs
+Trains each with `pipelines.train` (all on the same samples), then decodes held-out prompts at temperature 0. Finished runs
 are not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter and a table.
 """
 
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of the demo's batch; its own budget is more than twice as long")
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, help="held-out prompts decoded; all by default")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_heads.json"))
     args = parser.parse_args()
     runs = [(experiment, seed) for seed in args.seeds for experiment in args.experiments]
@@ -49,7 +50,9 @@ def main() -> None:
     config: TargetConfig = load_target_config("smollm2_135m")
     target = config.resolve(print)
     rows = [measure(args, target, experiment, seed) for experiment, seed in runs]
-    write_json(args.out, {"max_new_tokens": args.max_new_tokens, "temperature": 0, "rows": rows})
+    write_json(
+        args.out, {"steps": args.steps, "prompts": args.prompts, "max_new_tokens": args.max_new_tokens, "temperature": 0, "rows": rows}
+    )
     print(table(rows))
 
 
@@ -73,7 +76,8 @@ def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int
     drafter = build_drafter(str(target.folder), DrafterConfig.from_dict(files.config), "bfloat16")
     drafter.load_trainable(files.tensors)
     model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16)
-    prompts = [target.template.prompt_ids(c.rounds()[0]) for c in read_conversations(store.child(places.prompts), "heldout")]
+    heldout = read_conversations(store.child(places.prompts), "heldout")
+    prompts = [target.template.prompt_ids(c.rounds()[0]) for c in sorted(heldout, key=lambda c: c.id)[: args.prompts]]
     settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
     decoder = TransformersTarget(model, files.contract.capture.layer_ids)
     shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
