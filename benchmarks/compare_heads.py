@@ -105,11 +105,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for experiment in dict.fromkeys(row["experiment"] for row in rows):
         own = [row for row in rows if row["experiment"] == experiment]
         taus = [row["tau"] for row in own]
-        cond = [statistics.mean(values) for values in zip(*(row["accept_cond"] for row in own), strict=True)]
+        # A position that no round of some seed reached has no figure there.
+        reached = [[value for value in values if value is not None] for values in zip(*(row["accept_cond"] for row in own), strict=True)]
+        cond = [f"{statistics.mean(values):.2f}" if values else "-" for values in reached]
         forced = [row["heldout_tau_teacher_forced"] for row in own]
         lines.append(
             f"| {experiment} | {' '.join(f'{tau:.2f}' for tau in taus)} | {statistics.mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}) "
-            f"| {' '.join(f'{value:.2f}' for value in cond)} | {statistics.mean(forced):.2f} |"
+            f"| {' '.join(cond)} | {statistics.mean(forced):.2f} |"
         )
     return "\n".join(lines)
 
