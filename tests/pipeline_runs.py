@@ -1,0 +1,149 @@
+"""Running stages as a person does, on a tiny random target: as processes, or inside the test's own."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pipelines.job import launch
+
+ROOT = Path(__file__).parent.parent
+JOBS = ("prepare", "regenerate", "cache", "train", "evaluate")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+OPTIONS = {
+    "prepare": [],
+    "regenerate": [
+        "cluster.cpus=1",
+        "generator.actors=1",
+        "generator.max_length=128",
+        "target.sampling.max_new_tokens=48",
+        "target.sampling.temperature=1.0",
+    ],
+    "cache": ["cluster.cpus=1", "producer.count=1", "cache.max_length=128", "lease.rows=8"],
+    "train": [
+        "cluster.cpus=1",
+        "run.name=first",
+        "train.steps=6",
+        "train.epochs=null",
+        "train.global_batch=2",
+        "train.micro_batch=2",
+        "train.anchors=4",
+        "train.heldout_rows=2",
+        "train.log_every=2",
+        "train.score_every=6",
+        "train.checkpoint_every=3",
+        "train.compute=float32",
+        "train.reader_threads=1",
+        "train.prefetch_mib=8",
+        "drafter.num_layers=1",
+        "drafter.block_length=3",
+        "drafter.head_rank=8",
+    ],
+    "evaluate": [
+        "cluster.cpus=1",
+        "run=first",
+        "evaluate.temperature=0",
+        "evaluate.max_new_tokens=12",
+        "evaluate.dtype=float32",
+        "evaluate.threads=1",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with a tiny target, its prompts and the results of the chain."""
+
+    folder: Path
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def stored(self) -> Path:
+        """What belongs to this target and corpus."""
+        return self.output / "tiny_llama" / "jsonl"
+
+    def overrides(self, job: str, *more: str, target: str = "tiny llama") -> list[str]:
+        return [
+            f"target={self.folder / target}",
+            "corpus=jsonl",
+            f"corpus.train={self.folder / 'prompts.jsonl'}",
+            f"corpus.heldout={self.folder / 'heldout.jsonl'}",
+            f"output={self.output}",
+            *OPTIONS[job],
+            *more,
+        ]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def start(job: str, overrides: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", f"pipelines.{job}", *overrides]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def run(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Run a stage as a person would; its result file and what it said on stderr."""
+    process = start(job, overrides)
+    output, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) < 12, f"a quiet run, please: {errors}"
+    return result_of(output), errors
+
+
+def result_of(output: str) -> dict[str, Any]:
+    name, _, path = output.splitlines()[-1].partition(": ")
+    assert name == "result"
+    return dict(json.loads(Path(path).read_text()))
+
+
+class Here:
+    """Runs a stage inside this process: for what ends before Ray starts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self.patch, self.capture = patch, capture
+
+    def run(self, job: str, overrides: Sequence[str]) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr)"""
+        self.patch.setattr(sys, "argv", [f"pipelines.{job}", *overrides])
+        GlobalHydra.instance().clear()
+        self.capture.readouterr()
+        code = 0
+        try:
+            launch(importlib.import_module(f"pipelines.{job}").main)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        told = self.capture.readouterr()
+        return code, told.out, told.err
+
+    def refused(self, job: str, overrides: Sequence[str], *watched: Path) -> str:
+        """The one line that the user is told; asserts that it is one, and that nothing in the watched folders was changed."""
+        before = [contents(folder) for folder in watched]
+        code, output, errors = self.run(job, overrides)
+        lines = errors.splitlines()
+        assert code == 2, errors
+        assert "result:" not in output
+        assert "Traceback" not in errors
+        assert [line.startswith("error: ") for line in lines].count(True) == 1
+        assert lines[-1].startswith("error: "), errors
+        assert [contents(folder) for folder in watched] == before
+        return lines[-1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
