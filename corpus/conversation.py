@@ -95,6 +95,12 @@ class Conversation:
         """True where the last message is the assistant's, so that a mask can be made without regeneration."""
         return bool(self.messages) and self.messages[-1].role == "assistant"
 
+    def questions(self) -> Conversation:
+        """This conversation as the target will be asked it: its `rounds` without the answers that came with the row."""
+        if not any(m.role == "assistant" for m in self.messages):
+            return self
+        return Conversation(tuple(message for asked in self.rounds() for message in asked), self.source, self.domain, self.tools)
+
     def rounds(self) -> tuple[tuple[Message, ...], ...]:
         """What the target must read before each answer it gives, in order; answers that came with the row are left out.
 
@@ -116,13 +122,23 @@ class Conversation:
     def to_row(self) -> dict[str, Any]:
         """Plain data that `corpus.rows.parse_row` turns back into this conversation, its id included."""
         row: dict[str, Any] = {"id": self.id, "source": self.source, "domain": self.domain}
-        if all(m.role == "user" for m in self.messages):
-            row["turns"] = [m.content for m in self.messages]
+        system, asked = _split_system(self.messages)
+        # As `messages`, questions one after another would be taken for one.
+        if all(m.role == "user" and not m.name for m in asked):
+            row |= {"system": system} if system else {}
+            row["turns"] = [m.content for m in asked]
         else:
             row["messages"] = [m.for_template() for m in self.messages]
         if self.tools:
             row["tools"] = [json.loads(tool) for tool in self.tools]
         return row
+
+
+def _split_system(messages: tuple[Message, ...]) -> tuple[str, tuple[Message, ...]]:
+    """The text of a plain system message at the start, empty where there is none, and the messages after it."""
+    if messages and messages[0].role == "system" and not messages[0].name:
+        return messages[0].content, messages[1:]
+    return "", messages
 
 
 def normalize_text(text: str) -> str:

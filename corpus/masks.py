@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,28 +57,29 @@ class MaskReport:
         }
 
 
-def mask_conversations(
-    conversations: Iterable[Conversation], template: ChatTemplate, policy: str = "refuse", enable_thinking: bool = False
-) -> tuple[list[MaskedRow], MaskReport]:
-    """Masks for many conversations; the arguments are those of `mask_conversation`. Refused ones are counted, never fatal."""
-    _check_policy(policy)
-    rows: list[MaskedRow] = []
-    report = MaskReport()
-    for conversation in conversations:
+class Masker:
+    """Masks conversations one after another and keeps the `report`; the arguments are those of `mask_conversation`."""
+
+    def __init__(self, template: ChatTemplate, policy: str = "refuse", enable_thinking: bool = False) -> None:
+        _check_policy(policy)
+        self.report = MaskReport()
+        self._template, self._policy, self._enable_thinking = template, policy, enable_thinking
+
+    def mask(self, conversation: Conversation) -> MaskedRow:
+        """Like `mask_conversation`, and counted; refused ones too."""
+        report = self.report
         report.read += 1
         try:
-            row = mask_conversation(conversation, template, policy, enable_thinking)
+            row = mask_conversation(conversation, self._template, self._policy, self._enable_thinking)
         except RowRejected as refused:
             report.refused[refused.reason] += 1
             report.examples.setdefault(refused.reason, f"{conversation.id}: {refused.detail}")
-            continue
-        answers = sum(m.role == "assistant" for m in conversation.messages)
+            raise
         report.kept += 1
-        report.last_turn_only += len(row.spans) < answers
+        report.last_turn_only += len(row.spans) < sum(m.role == "assistant" for m in conversation.messages)
         report.tokens += len(row.input_ids)
         report.supervised_tokens += row.supervised
-        rows.append(row)
-    return rows, report
+        return row
 
 
 def mask_conversation(
@@ -93,7 +93,7 @@ def mask_conversation(
         enable_thinking: whether the prompts invite the target to think, as for `ChatTemplate.prompt_ids`.
 
     Raises:
-        MaskRefused: no_answer, not_prefix_stable, no_stop_token, answer_changed, empty_think_block.
+        MaskRefused: no_answer, empty_answer, not_prefix_stable, no_stop_token, answer_changed, empty_think_block.
         TemplateRefused: the template raised.
         CorpusError: an unknown policy.
     """
@@ -126,9 +126,11 @@ class _Renderer:
     def answer(self, index: int) -> tuple[list[int], tuple[int, int]]:
         """Token ids through the answer at `index`, cut after its stop token, and the span of the answer in them."""
         message = self.messages[index]
+        where = f"answer {index + 1} of {len(self.messages)} messages"
+        if not (message.content.strip() or message.tool_calls):
+            raise MaskRefused("empty_answer", f"{where} says nothing; the stop token alone would be learned")
         prompt = self.template.prompt_ids(self.messages[:index], self.enable_thinking, self.tools)
         through = self.template.conversation_ids(self.messages[: index + 1], self.enable_thinking, self.tools)
-        where = f"answer {index + 1} of {len(self.messages)} messages"
         _require_prefix(prompt, through, f"{where}: the rendered conversation does not continue its own prompt")
         stops = self.template.stop_ids
         stop = next((i for i in range(len(prompt), len(through)) if through[i] in stops), None)

