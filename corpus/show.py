@@ -48,7 +48,8 @@ def show_prompt(conversation: Conversation, template: ChatTemplate, console: Con
     """Print a conversation that waits for the target's answers: the first prompt as the target reads it, then what it is asked later."""
     first, *later = conversation.rounds()
     ids = template.prompt_ids(first, enable_thinking, conversation.tools)
-    title = Text(f"{conversation.id}  {conversation.source}/{conversation.domain}  {len(ids)} tokens, {1 + len(later)} answers to come")
+    answers = f"{1 + len(later)} answers to come" if later else "answer to come"
+    title = Text(f"{conversation.id}  {conversation.source}/{conversation.domain}  {len(ids)} tokens, {answers}")
     console.print(Rule(title, align="left"))
     text = _text(ids, [False] * len(ids), template.decode, template.control_ids)
     for asked in later:

@@ -93,7 +93,7 @@ def print_tables(summary: Mapping[str, Any], console: Console) -> None:
     rows.add_column("repaired")
     for source in summary["sources"]:
         told = [str(source[name]) for name in ("read", "kept", "not_drawn")]
-        rows.add_row(source["source"], *told, _listed(source["dropped"]), _listed(source["repaired"]))
+        rows.add_row(source["name"], *told, _listed(source["dropped"]), _listed(source["repaired"]))
     console.print(rows)
 
     parts = Table(title="training prompts by source", title_justify="left")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from corpus.conversation import Conversation, Message, ToolCall
-from corpus.errors import CorpusError, MaskRefused
-from corpus.masks import mask_conversation, mask_conversations
-from corpus.show import CONTROL_STYLE, SUPERVISED_STYLE, row_text, show_rows
+from corpus.errors import CorpusError, MaskRefused, RowRejected
+from corpus.masked import cut
+from corpus.masks import Masker, mask_conversation
+from corpus.show import CONTROL_STYLE, SUPERVISED_STYLE, row_text, show_prompt, show_rows
 from corpus.template import ChatTemplate
 
 
@@ -133,21 +134,91 @@ def test_a_hundred_turns():
     assert parts == [f"{turn}<|im_end|>" for turn in turns[1::2]]
 
 
+def masked_all(conversations, template, **options):
+    """The rows that are not refused, and the report."""
+    masker, rows = Masker(template, **options), []
+    for conversation in conversations:
+        try:
+            rows.append(masker.mask(conversation))
+        except RowRejected:
+            continue
+    return rows, masker.report
+
+
 def test_report_counts_every_conversation():
     conversations = [talk("a", "One."), talk("a", "One.", "b", "Two."), talk("a"), talk("a", " ")]
-    rows, report = mask_conversations(conversations, target("qwen3"), policy="last_turn")
-    assert len(rows) == report.kept == 3
+    rows, report = masked_all(conversations, target("qwen3"), policy="last_turn")
+    assert len(rows) == report.kept == 2
     assert report.last_turn_only == 1
-    assert report.refused == {"no_answer": 1}
+    assert report.refused == {"no_answer": 1, "empty_answer": 1}
     assert report.read == report.kept + sum(report.refused.values())
     assert report.supervised_tokens == sum(int(r.loss_mask().sum()) for r in rows)
     assert 0 < report.to_json()["supervised_share"] < 1
-    _, report = mask_conversations(
+    _, report = masked_all(
         [Conversation((Message("system", "S"), Message("user", "Q"), Message("assistant", "A")), "s", "d")], target("gemma")
     )
     assert report.refused == {"template_refused": 1}
     with pytest.raises(CorpusError, match="unknown policy"):
-        mask_conversations([], target("qwen3"), policy="ignore")
+        Masker(target("qwen3"), policy="ignore")
+
+
+def test_an_answer_that_says_nothing_is_refused():
+    """Its stop token alone would be supervised."""
+    assert refusal(target("chatml"), talk("Q", "")) == "empty_answer"
+    assert refusal(target("chatml"), talk("Q", "", "R", "A")) == "empty_answer"
+    assert supervised(target("chatml"), talk("Q", "", "R", "A"), policy="last_turn") == ["A<|im_end|>"]
+
+
+def test_leading_blanks_that_merge_with_the_templates_line_break_are_refused():
+    """A byte-pair tokenizer joins "\\n" and what follows: the prompt alone then has other tokens than the conversation."""
+    template = target("chatml")
+    for blank in ("\n", "\n\n", "\nx"):
+        conversation = talk("Q", f"{blank}A")
+        prompt, whole = template.prompt_ids(conversation.messages[:1]), template.conversation_ids(conversation.messages)
+        if whole[: len(prompt)] == prompt:
+            assert supervised(template, conversation) == [f"{blank}A<|im_end|>"]
+        else:
+            assert refusal(template, conversation) == "not_prefix_stable"
+    assert template.conversation_ids(talk("Q", "\nA").messages)[: len(prompt)] != prompt, "this tokenizer merges line breaks"
+    assert refusal(template, talk("Q", "\nA")) == "not_prefix_stable"
+
+
+PREFIXED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ 'Answer:\n' if m.role == 'assistant' }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\nAnswer:\n{% endif %}"
+)
+
+
+def test_what_the_template_begins_an_answer_with_is_not_supervised(tmp_path):
+    special = FAMILIES["chatml"].special
+    kept = ChatTemplate(save_target(tmp_path / "kept", Family(PREFIXED, special, "<|im_end|>")))
+    assert supervised(kept, talk("Q", "One.", "R", "Two.")) == ["One.<|im_end|>", "Two.<|im_end|>"]
+    forgets = PREFIXED.replace("{{ 'Answer:\n' if m.role == 'assistant' }}", "")
+    dropped = ChatTemplate(save_target(tmp_path / "dropped", Family(forgets, special, "<|im_end|>")))
+    assert refusal(dropped, talk("Q", "One.")) == "not_prefix_stable"
+
+
+def test_a_template_that_writes_no_prompt_stops_with_an_error(tmp_path):
+    """Everything would be supervised: no row of it can be right, so it is no row's fault."""
+    bare = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    template = ChatTemplate(save_target(tmp_path, Family(bare, FAMILIES["chatml"].special, "<|im_end|>")))
+    with pytest.raises(CorpusError, match="every token is supervised"):
+        mask_conversation(talk("Q", "A"), template)
+
+
+def test_a_row_longer_than_the_limit_ends_with_a_supervised_token():
+    row = mask_conversation(talk("First?", "One one one.", "Second?", "Two two two."), target("chatml"))
+    (first, first_end), (second, second_end) = row.spans
+    assert cut(row, second_end) is row
+    for limit in range(2, second_end):
+        kept = cut(row, limit)
+        if limit < first + 2:
+            assert kept is None, "no two supervised tokens side by side, so no anchor"
+            continue
+        end = limit if first < limit <= first_end or limit > second else first_end
+        assert kept.input_ids.tolist() == row.input_ids[:end].tolist()
+        assert kept.loss_mask().tolist() == row.loss_mask()[:end].tolist()
+        assert kept.loss_mask()[-1]
 
 
 # Stripped on the left too: a byte-pair tokenizer joins an answer's leading blanks with the template's line break (see the test above).
@@ -155,19 +226,47 @@ WORDS = st.text(st.sampled_from("ab \n.é日🙂<|>"), min_size=1, max_size=12).
 PIECES = st.lists(WORDS | st.sampled_from(["<|im_end|>", "<|im_start|>user", "</think>x"]), min_size=1, max_size=3).map("".join)
 
 
-@settings(relaxed, max_examples=60)
+WRITTEN = {
+    "chatml": "<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n",
+    "smollm2": "<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n",
+    "llama3": "<|start_header_id|>user<|end_header_id|>\n\n{asked}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{answer}<|eot_id|>",
+    "gemma": "<start_of_turn>user\n{asked}<end_of_turn>\n<start_of_turn>model\n{answer}<end_of_turn>\n",
+}
+
+
+@pytest.mark.parametrize("family", sorted(WRITTEN))
+@settings(relaxed, max_examples=40)
 @given(turns=st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=4))
-def test_supervised_text_is_the_answers_and_nothing_else(turns):
-    template = target("chatml")
+def test_supervised_text_is_the_answers_and_nothing_else(family, turns):
+    template, end = target(family), TURN_END[family]
     conversation = talk(*(text for pair in turns for text in pair))
     row = mask_conversation(conversation, template)
     spans = [template.decode(row.input_ids[a:b]) for a, b in row.spans]
-    assert spans == [answer + "<|im_end|>" for _, answer in turns]
+    assert spans == [answer + end for _, answer in turns]
     for i, (start, _) in enumerate(row.spans):
         assert row.input_ids[:start].tolist() == template.prompt_ids(conversation.messages[: 2 * i + 1])
-    assert template.decode(row.input_ids) == "".join(
-        f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n" for asked, answer in turns
-    ).removesuffix("\n")
+    written = "".join(WRITTEN[family].format(asked=asked, answer=answer) for asked, answer in turns)
+    assert template.decode(row.input_ids).endswith(written.removesuffix("\n"))
+
+
+@settings(relaxed, max_examples=40)
+@given(turns=st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=3), thought=st.none() | PIECES)
+def test_qwen3_supervises_the_last_answer_whole(turns, thought):
+    template = target("qwen3")
+    messages = [Message(role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
+    if thought is not None:
+        messages[-1] = Message("assistant", messages[-1].content, reasoning=thought)
+    try:
+        row = mask_conversation(talk(*messages), template, policy="last_turn", enable_thinking=thought is not None)
+    except MaskRefused as refused:
+        assert refused.reason == "answer_changed", refused
+        assert any("</think>" in text for text in (turns[-1][1], thought or "")), "only text that looks like a thought may be changed"
+        return
+    start, stop = row.spans[-1]
+    expected = turns[-1][1] if thought is None else f"<think>\n{thought}\n</think>\n\n{turns[-1][1]}"
+    assert template.decode(row.input_ids[start:stop]) == expected + "<|im_end|>"
+    assert row.input_ids[:start].tolist() == template.prompt_ids(messages[:-1], enable_thinking=thought is not None)
 
 
 # -- the view that people check masks with
@@ -192,3 +291,13 @@ def test_show_prints_as_many_rows_as_asked():
     assert "One.<|im_end|>" in printed
     assert "Two." not in printed
     assert rows[0].row_id in printed
+
+
+def test_a_prompt_is_shown_as_the_target_reads_it_with_what_is_asked_later():
+    console = Console(width=100, file=io.StringIO())
+    conversation = Conversation((Message("system", "S [x]"), Message("user", "One?"), Message("user", "Two?")), "src", "chat")
+    show_prompt(conversation, target("chatml"), console)
+    printed = console.file.getvalue()
+    assert "2 answers to come" in printed
+    assert "<|im_start|>system\nS [x]<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n" in printed
+    assert printed.rstrip().endswith("[then] Two?")

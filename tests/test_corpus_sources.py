@@ -1,4 +1,4 @@
-"""Reading prompts: layouts, counted reasons, duplicates, order invariance, the bundled prompts."""
+"""Reading prompts: layouts, counted reasons, hub data sets, the bundled prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import re
 from collections import Counter
 
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpus_templates import relaxed
 from hypothesis import given, settings
@@ -13,8 +16,10 @@ from hypothesis import strategies as st
 
 from corpus.conversation import Conversation, Message, ToolCall
 from corpus.errors import CorpusError, RowRejected
+from corpus.hub import HubUnreachable
 from corpus.rows import parse_row
-from corpus.sources import BUNDLED, SourceSpec, draw, load_sources, read_source, split_heldout, unique
+from corpus.selection import drop_duplicates
+from corpus.sources import BUNDLED, SourceSpec, read_source
 
 
 def write(path, *rows) -> SourceSpec:
@@ -233,25 +238,60 @@ def test_every_row_is_accounted_for(tmp_path):
         b"   \r",
         b'{"prompt": "\xff"}',
         b'{"prompt": ',
-        {"prompt": "  one\r\n"},
-        {"prompt": "x" * 50},
+        b"[" * 100_000,
+        {"prompt": "x" * 1_000_000},
         {"turns": []},
     )
-    rows, report = read_source(SourceSpec(spec.name, max_chars=40))
-    assert {r.messages[0].content.strip() for r in rows} == {"one", "two"}
-    assert report.read == 7
-    assert report.dropped == {"invalid_utf8": 1, "invalid_json": 1, "duplicate": 1, "too_long": 1, "no_turns": 1}
-    assert report.read == report.kept + sum(report.dropped.values())
-    assert report.examples["invalid_utf8"] == "line 5: byte 12 is not UTF-8"
-    assert report.to_json()["source"] == "mixed"
+    watched: list[int] = []
+    source = read_source(spec, watch=watched.append)
+    assert [r.messages[0].content[:3].strip() for r in source.rows] == ["one", "two", "xxx"]
+    assert source.read == watched[-1] == 7
+    assert source.dropped == {"invalid_utf8": 1, "invalid_json": 2, "no_turns": 1}
+    assert source.read == source.kept + sum(source.dropped.values())
+    assert source.examples["invalid_utf8"] == "line 5: byte 12 is not UTF-8"
+    assert source.to_json()["source"] == "mixed"
+
+
+def test_the_first_rows_alone_are_read_on_request(tmp_path):
+    spec = write(tmp_path / "a.jsonl", *({"prompt": f"question {i}"} for i in range(9)), b"broken")
+    source = read_source(SourceSpec(spec.name, first=4))
+    assert (source.read, [r.messages[0].content[-1] for r in source.rows]) == (4, list("0123"))
+
+
+def test_a_judge_sifts_rows_under_its_reason(tmp_path):
+    source = read_source(write(tmp_path / "a.jsonl", *({"prompt": f"question {i}"} for i in range(6))))
+
+    def judge(row):
+        if int(row.messages[0].content[-1]) % 2:
+            raise RowRejected("odd", "an odd one")
+
+    source.sift(judge)
+    assert source.kept == 3
+    assert source.dropped == {"odd": 3}
+    assert source.read == source.kept + sum(source.dropped.values())
+
+
+def test_answers_are_dropped_on_request_and_what_is_asked_is_read_back_the_same(tmp_path):
+    talks = [
+        {"messages": [{"role": "system", "content": "S"}, user("1"), assistant("A"), user("2"), assistant("B")]},
+        {"messages": [user("1"), assistant("A"), user("2")]},
+        {"messages": [user("1"), assistant(tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "4"}, assistant("B")]},
+    ]
+    asked = read_source(write(tmp_path / "a.jsonl", *talks), keep_answers=False).rows
+    assert said(asked[0]) == [("system", "S"), ("user", "1"), ("user", "2")]
+    assert said(asked[1]) == [("user", "1"), ("user", "2")]
+    assert [m.role for m in asked[2].messages] == ["user", "assistant", "tool"]
+    for row, whole in zip(asked, read_source(write(tmp_path / "a.jsonl", *talks)).rows, strict=True):
+        assert row.rounds() == whole.rounds()
+        assert parse_row(json.loads(json.dumps(row.to_row())), "x", "y") == row
 
 
 def test_json_array_files_are_read(tmp_path):
     path = tmp_path / "dump.json"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "Q"}]}, 3]))
-    rows, report = read_source(SourceSpec(str(path)))
-    assert len(rows) == 1
-    assert report.examples == {"wrong_type": "row 2: a row is an object, this one is a number"}
+    source = read_source(SourceSpec(str(path)))
+    assert source.kept == 1
+    assert source.examples == {"wrong_type": "row 2: a row is an object, this one is a number"}
 
 
 @pytest.mark.parametrize(
@@ -276,81 +316,89 @@ def test_a_file_without_usable_rows_is_an_error(tmp_path, name, content, message
 def test_missing_files_folders_and_wrong_names(tmp_path):
     with pytest.raises(CorpusError, match="no prompt file"):
         read_source(SourceSpec(str(tmp_path / "nowhere.jsonl")))
-    with pytest.raises(CorpusError, match="is a folder"):
+    with pytest.raises(CorpusError, match=f"is a folder.*hf:{tmp_path}"):
         read_source(SourceSpec(str(tmp_path)))
     with pytest.raises(CorpusError, match="bundled:train"):
         read_source(SourceSpec("bundled:dev"))
-    with pytest.raises(CorpusError, match="no prompt source"):
-        load_sources([])
-    with pytest.raises(CorpusError, match="share"):
-        SourceSpec("a.jsonl", share=0)
-    with pytest.raises(CorpusError, match="limit"):
-        SourceSpec("a.jsonl", limit=0)
+    with pytest.raises(CorpusError, match="weight"):
+        SourceSpec("a.jsonl", weight=0)
+    with pytest.raises(CorpusError, match="first"):
+        SourceSpec("a.jsonl", first=0)
+    with pytest.raises(CorpusError, match="only hub data sets"):
+        SourceSpec("a.jsonl", split="test")
 
 
-def test_duplicates_across_sources_count_for_the_later_one(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"prompt": "one"}, {"prompt": "two"})
-    second = write(tmp_path / "b.jsonl", {"prompt": "two "}, {"prompt": "three"})
-    rows, reports = load_sources([first, second])
-    assert [r.messages[0].content for r in rows] == ["one", "two", "three"]
-    assert [r.source for r in rows] == ["a", "a", "b"]
-    assert (reports[1].kept, dict(reports[1].dropped)) == (1, {"duplicate": 1})
+# -- data sets of the hub, in the layout that they have there
 
 
-def test_share_and_limit_are_reported_and_nested(tmp_path):
-    spec = write(tmp_path / "a.jsonl", *({"prompt": f"question {i}"} for i in range(200)))
-    rows, _ = read_source(spec)
-    half, quarter = draw(rows, 0.5, None), draw(rows, 0.25, None)
-    assert set(quarter) < set(half) < set(rows)
-    assert 70 < len(half) < 130
-    assert set(draw(rows, 1.0, 10)) < set(draw(rows, 1.0, 20))
-    _, (report,) = load_sources([SourceSpec(spec.name, limit=20)])
-    assert (report.read, report.kept, report.not_drawn) == (200, 20, 180)
+def table(rows):
+    return pa.Table.from_pylist(rows)
 
 
-# -- order invariance
-
-ROWS = st.lists(
-    st.lists(st.sampled_from(["one", "one ", "o ne", "two", "two\n\ntwo", "two two", "  three"]), min_size=1, max_size=2),
-    min_size=1,
-    max_size=12,
-)
+def perfectblend(count):
+    """Rows as open-perfectblend has them."""
+    turns = [[{"from": "human", "value": f"Question {i}?"}, {"from": "gpt", "value": "Answer."}] for i in range(count)]
+    return [{"conversations": turn, "source": ("meta/math", "ultra/chat")[i % 2]} for i, turn in enumerate(turns)]
 
 
-@settings(relaxed, max_examples=60)
-@given(rows=ROWS, data=st.data())
-def test_ids_duplicates_draw_and_split_do_not_depend_on_order(rows, data):
-    shuffled = data.draw(st.permutations(rows))
-
-    def run(turn_lists):
-        kept = unique([parse_row({"turns": turns}, "here", "chat") for turns in turn_lists])
-        train, heldout = split_heldout(draw(kept, 0.8, 5), 0.4)
-        return {c.id for c in kept}, {c.id for c in train}, {c.id for c in heldout}
-
-    assert run(rows) == run(shuffled)
-
-
-@settings(relaxed, max_examples=40)
-@given(rows=ROWS, more=ROWS)
-def test_a_question_never_changes_sides_when_rows_are_added(rows, more):
-    def sides(turn_lists):
-        train, heldout = split_heldout([parse_row({"turns": t}, "here", "chat") for t in turn_lists], 0.5)
-        return {c.id for c in train}, {c.id for c in heldout}
-
-    (train, heldout), (more_train, more_heldout) = sides(rows), sides(rows + more)
-    assert train <= more_train
-    assert heldout <= more_heldout
+def test_a_data_set_is_streamed_shard_by_shard(tmp_path):
+    (tmp_path / "data").mkdir()
+    for shard, rows in enumerate((perfectblend(600), perfectblend(900)[600:])):
+        pq.write_table(table(rows), tmp_path / "data" / f"train-0000{shard}-of-00002.parquet")
+    source = read_source(SourceSpec(f"hf:{tmp_path}", domain="mixed"))
+    assert [r.messages[0].content for r in source.rows] == [f"Question {i}?" for i in range(900)]
+    assert [m.role for m in source.rows[0].messages] == ["user", "assistant"]
+    assert {(r.source, r.domain) for r in source.rows} == {("meta/math", "mixed"), ("ultra/chat", "mixed")}
+    assert source.label == tmp_path.name
+    assert read_source(SourceSpec(f"hf:{tmp_path}", first=650)).read == 650
 
 
-def test_same_question_with_other_continuation_stays_on_one_side():
-    for i in range(50):
-        pair = [parse_row({"turns": [f"Question {i}", *tail]}, "h", "chat") for tail in ([], ["and then?"])]
-        train, _ = split_heldout(pair, 0.5)
-        assert len(train) in (0, 2)
-    train, heldout = split_heldout([parse_row({"prompt": f"q {i}"}, "h", "chat") for i in range(2000)], 0.1)
-    assert 140 < len(heldout) < 260
-    with pytest.raises(CorpusError, match="held-out share"):
-        split_heldout(train, 1.0)
+def test_splits_subsets_and_json_files_are_found(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
+    assert [r.messages[0].content for r in read_source(SourceSpec(f"hf:{tmp_path}", split="test")).rows] == ["test"]
+    with pytest.raises(CorpusError, match="split dev.*Available splits"):
+        read_source(SourceSpec(f"hf:{tmp_path}", split="dev"))
+    with pytest.raises(CorpusError, match="'socratic' not found"):
+        read_source(SourceSpec(f"hf:{tmp_path}", subset="socratic"))
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: test.jsonl\n- config_name: other\n  data_files: train.jsonl\n---\n"
+    )
+    assert [r.messages[0].content for r in read_source(SourceSpec(f"hf:{tmp_path}", subset="main")).rows] == ["test"]
+
+
+def test_fields_that_a_table_leaves_null_count_as_absent(tmp_path):
+    messages = [{"role": "user", "content": "Q", "from": None, "value": None, "tool_calls": None},
+                {"role": None, "content": None, "from": "gpt", "value": "A", "tool_calls": None}]  # fmt: skip
+    pq.write_table(table([{"messages": messages, "conversations": None, "tools": None}]), tmp_path / "train.parquet")
+    assert said(read_source(SourceSpec(f"hf:{tmp_path}")).rows[0]) == [("user", "Q"), ("assistant", "A")]
+
+
+def test_text_of_a_table_that_is_not_utf8_drops_its_row_alone(tmp_path):
+    texts = pa.array([b"one", b"\xff\xfe", b"three"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "train.parquet")
+    source = read_source(SourceSpec(f"hf:{tmp_path}"))
+    assert [r.messages[0].content for r in source.rows] == ["one", "three"]
+    assert source.dropped == {"invalid_utf8": 1}
+    assert source.examples["invalid_utf8"].startswith("row 2: ")
+
+
+def test_data_sets_that_cannot_be_read_are_one_line(tmp_path):
+    with pytest.raises(CorpusError, match="cannot read the data set .*any data files"):
+        read_source(SourceSpec(f"hf:{tmp_path}"))
+    (tmp_path / "train.parquet").write_bytes(b"no parquet")
+    with pytest.raises(CorpusError, match="cannot read the data set") as error:
+        read_source(SourceSpec(f"hf:{tmp_path}"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_out_of_reach_is_said_so(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE.*hf:/path/to/folder"):
+        read_source(SourceSpec("hf:mlabonne/open-perfectblend"))
+
+
+# -- ids
 
 
 def test_id_sees_content_only():
@@ -366,15 +414,15 @@ def test_id_sees_content_only():
 
 
 def test_bundled_prompts_are_enough_balanced_and_apart():
-    train, heldout = (load_sources([SourceSpec(name)]) for name in BUNDLED)
-    for (rows, (report,)), least in ((train, 360), (heldout, 48)):
-        assert report.kept == report.read >= least
-        assert not report.dropped
-        assert not report.repaired
-        share = Counter(row.domain for row in rows)
+    train, heldout = (read_source(SourceSpec(name)) for name in BUNDLED)
+    drop_duplicates([train, heldout])
+    for source, least in ((train, 360), (heldout, 48)):
+        assert source.kept == source.read >= least
+        assert not source.repaired
+        share = Counter(row.domain for row in source.rows)
         assert set(share) == {"math", "code", "chat"}
-        assert all(abs(count - len(rows) / 3) < 0.05 * len(rows) for count in share.values())
-    assert not {c.split_key for c in train[0]} & {c.split_key for c in heldout[0]}
+        assert all(abs(count - source.kept / 3) < 0.05 * source.kept for count in share.values())
+    assert not {c.split_key for c in train.rows} & {c.split_key for c in heldout.rows}
 
     def words(conversation):
         return " ".join(re.findall(r"\w+", " ".join(m.content for m in conversation.messages).lower()))
@@ -384,7 +432,7 @@ def test_bundled_prompts_are_enough_balanced_and_apart():
         return {tuple(parts[i : i + 5]) for i in range(len(parts) - 4)}
 
     # Wording is shared (how to ask, how to end), content is not: no held-out prompt takes most of its phrases from training prompts.
-    known = set().union(*(shingles(words(c)) for c in train[0]))
-    for conversation in heldout[0]:
+    known = set().union(*(shingles(words(c)) for c in train.rows))
+    for conversation in heldout.rows:
         own = shingles(words(conversation))
         assert len(own & known) <= 0.6 * len(own) or len(own) < 3, conversation.messages[0].content
