@@ -72,7 +72,7 @@ class BenchmarkIndex:
             else:
                 for gram in content:
                     self._holders[gram].append(number)
-        self.found: Counter[str] = Counter()
+        self.found: list[tuple[Conversation, Match]] = []
         self._short_lengths = sorted({len(words) for words in self._short if words})
 
     def match(self, conversation: Conversation) -> Match | None:
@@ -85,10 +85,10 @@ class BenchmarkIndex:
         return Match(question.source, " ".join(m.content for m in question.messages if m.role == "user"), share)
 
     def judge(self, conversation: Conversation) -> None:
-        """Raise RowRejected for a row that repeats a benchmark question, and count it in `found` under the benchmark."""
+        """Raise RowRejected for a row that repeats a benchmark question, and note both in `found`."""
         match = self.match(conversation)
         if match is not None:
-            self.found[match.benchmark] += 1
+            self.found.append((conversation, match))
             raise RowRejected(REASON, f"shares {match.share:.0%} with a question of {match.benchmark}: {match.question[:80]!r}")
 
     def _long_matches(self, conversation: Conversation) -> Iterator[tuple[float, int]]:

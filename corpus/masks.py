@@ -23,6 +23,7 @@ from corpus.masked import MaskedRow
 from corpus.template import ChatTemplate
 
 POLICIES = ("refuse", "last_turn")
+_THOUGHT_END = "</think>"
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 
 
@@ -162,15 +163,18 @@ def _require_prefix(prefix: list[int], whole: list[int], what: str) -> None:
 def _says(text: str, message: Message) -> bool:
     """Whether the rendered answer holds the message's words and thoughts, and, tool calls aside, nothing else."""
     text = unicodedata.normalize("NFC", text)  # tokenizers may compose characters
-    if unicodedata.normalize("NFC", message.reasoning) not in text:
+    content = unicodedata.normalize("NFC", message.content)
+    thought, ends_thought, _ = content.rpartition(_THOUGHT_END)
+    thoughts = (unicodedata.normalize("NFC", message.reasoning), thought.replace("<think>", "").strip(), ends_thought)
+    if not all(part in text for part in thoughts):
         return False
-    said, meant = _visible(text), _visible(unicodedata.normalize("NFC", message.content))
+    said, meant = _visible(text), _visible(content)
     return said.startswith(meant) if message.tool_calls else said == meant
 
 
 def _visible(text: str) -> str:
     """What follows the thinking; line breaks around it are the template's."""
-    return text.rpartition("</think>")[2].strip("\n")
+    return text.rpartition(_THOUGHT_END)[2].strip("\n")
 
 
 def _check_policy(policy: str) -> None:

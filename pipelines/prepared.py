@@ -1,7 +1,7 @@
 """What `prepare` made of the prompts: a corpus, its figures, and the tables that show them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from corpus.benchmarks import BenchmarkRows
-from corpus.contamination import REASON, RULE
+from corpus.contamination import RULE, Match
 from corpus.conversation import Conversation
 from corpus.lengths import histogram
 from corpus.masks import MaskReport
 from corpus.sources import Source
 
 _BAR = 40  # characters of the longest bar
+_EXAMPLES, _QUOTED = 50, 300  # dropped prompts for a person to judge, and how much of each
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -26,7 +27,7 @@ class Prepared:
     Attributes:
         sources: those of the training prompts, then those of the held-out ones if they have their own.
         benchmarks: the sets whose questions were kept out of the training prompts.
-        overlaps: how many prompts repeated a question of each set.
+        overlaps: the prompts that repeat one of them, each with what it repeats.
         lengths: tokens by conversation id, counted by the tokenizer of the target named `tokenizer`.
         masks: None where no row may bring its own answers.
     """
@@ -35,7 +36,7 @@ class Prepared:
     heldout: list[Conversation]
     sources: list[Source]
     benchmarks: list[BenchmarkRows]
-    overlaps: Mapping[str, int]
+    overlaps: Sequence[tuple[Conversation, Match]]
     lengths: dict[str, int]
     tokenizer: str
     max_tokens: int | None
@@ -79,8 +80,16 @@ class Prepared:
         return {
             "benchmarks": {rows.label: {"origin": rows.origin, "rows": len(rows.conversations)} for rows in self.benchmarks},
             "rule": RULE if self.benchmarks else None,
-            "dropped": sum(source.dropped[REASON] for source in self.sources),
-            "found": dict(sorted(self.overlaps.items())),
+            "found": _counts(match.benchmark for _, match in self.overlaps),
+            "examples": [
+                {
+                    "prompt": row.messages[-1].content[:_QUOTED],
+                    "repeats": match.question[:_QUOTED],
+                    "of": match.benchmark,
+                    "share": match.share,
+                }
+                for row, match in self.overlaps[:_EXAMPLES]
+            ],
         }
 
 
@@ -88,12 +97,12 @@ def print_tables(summary: Mapping[str, Any], console: Console) -> None:
     """What became of every row by source, what the training part is made of, and how long its prompts are."""
     rows = Table(title="rows", title_justify="left")
     for name in ("source", "read", "kept", "not drawn"):
-        rows.add_column(name, justify="left" if name == "source" else "right")
-    rows.add_column("dropped")
-    rows.add_column("repaired")
+        rows.add_column(name, justify="left" if name == "source" else "right", overflow="fold")
+    rows.add_column("dropped", no_wrap=True)
+    rows.add_column("repaired", no_wrap=True)
     for source in summary["sources"]:
         told = [str(source[name]) for name in ("read", "kept", "not_drawn")]
-        rows.add_row(source["name"], *told, _listed(source["dropped"]), _listed(source["repaired"]))
+        rows.add_row(source["name"], *told, _listed(source["dropped"], "\n"), _listed(source["repaired"], "\n"))
     console.print(rows)
 
     parts = Table(title="training prompts by source", title_justify="left")
@@ -131,9 +140,8 @@ def screen(summary: Mapping[str, Any]) -> dict[str, str]:
         "supervised": "answers are the target's to give",
     }
     if compared["benchmarks"]:
-        told = ", ".join(f"{label} {one['rows']}" for label, one in compared["benchmarks"].items())
-        found = f" ({_listed(compared['found'])})" if compared["found"] else ""
-        lines["benchmarks"] = f"{compared['dropped']} prompts repeat a question{found} of {told}"
+        told = ", ".join(f"{label} ({one['rows']} rows)" for label, one in compared["benchmarks"].items())
+        lines["benchmarks"] = f"questions repeated by prompts: {_listed(compared['found'])}; compared with {told}"
     if masks := summary["masks"]:
         lines["supervised"] = (
             f"{masks['supervised_share']:.1%} of the tokens of {masks['kept']} answered rows, "
@@ -142,12 +150,12 @@ def screen(summary: Mapping[str, Any]) -> dict[str, str]:
     return lines
 
 
-def _counts(values: Any) -> dict[str, int]:
+def _counts(values: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(values).items()))
 
 
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+def _listed(counts: Mapping[str, int], between: str = ", ") -> str:
+    return between.join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def _bar(share: float) -> str:

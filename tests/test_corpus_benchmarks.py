@@ -85,7 +85,7 @@ def test_no_more_rows_are_read_from_the_hub_than_the_protocol_uses(tmp_path):
 def test_a_data_set_of_another_layout_is_one_line(tmp_path):
     with pytest.raises(CorpusError, match=r"row 1 of .* has no field 'question'.*gsm8k\.jsonl"):
         read_hub(local_copy("gsm8k", tmp_path, [{"problem": "?"}]), 5)
-    with pytest.raises(CorpusError, match="row 1 of .* empty_turn"):
+    with pytest.raises(CorpusError, match=r"row 1 of .* empty_turn"):
         read_hub(local_copy("mbpp", tmp_path, [{"prompt": " "}]), 5)
     with pytest.raises(CorpusError, match="holds no row of Alpaca"):
         read_hub(local_copy("alpaca", tmp_path / "alpaca", [HUB_ROWS["alpaca"][0][0]]), 5)

@@ -101,7 +101,7 @@ def test_a_judged_row_is_counted_with_what_it_repeats():
         judge.judge(row(FERRY))
     assert rejected.value.reason == REASON
     judge.judge(row("Something else altogether, if you please, about gardens and their gates."))
-    assert judge.found == {"bench": 1}
+    assert [(found.messages[0].content, match.benchmark) for found, match in judge.found] == [(FERRY, "bench")]
 
 
 def test_no_benchmarks_match_nothing():

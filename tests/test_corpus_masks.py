@@ -6,7 +6,7 @@ import io
 
 import pytest
 from corpus_templates import FAMILIES, Family, relaxed, save_target, target
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -64,6 +64,15 @@ def test_system_start_and_trailing_question_are_not_supervised():
     )
 
 
+@pytest.mark.parametrize("family", ["chatml", "smollm2", "qwen3", "llama3"])
+def test_a_system_message_is_not_supervised(family):
+    template = target(family)
+    conversation = talk(Message("system", "Obey."), Message("user", "Q"), Message("assistant", "A"))
+    assert supervised(template, conversation) == ["A" + TURN_END[family]]
+    row = mask_conversation(conversation, template)
+    assert "Obey." in template.decode(row.input_ids[: row.spans[0][0]])
+
+
 def test_qwen3_drops_the_thought_block_of_earlier_turns():
     template, conversation = target("qwen3"), talk("a", "One.", "b", "Two.")
     assert refusal(template, conversation) == "not_prefix_stable"
@@ -105,11 +114,17 @@ def test_whitespace_that_a_template_trims_is_refused():
     assert supervised(target("chatml"), talk("Q", "  indented ")) == ["  indented <|im_end|>"]
 
 
-def test_typed_control_tokens_neither_end_nor_open_an_answer():
-    conversation = talk("Why <|im_end|>\n<|im_start|>assistant\nno?", "Write <|im_end|> at the end.")
-    assert supervised(target("chatml"), conversation) == ["Write <|im_end|> at the end.<|im_end|>"]
-    row = mask_conversation(conversation, target("chatml"))
-    assert sum(i in target("chatml").control_ids for i in row.input_ids.tolist()) == 4
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_typed_control_tokens_neither_end_nor_open_an_answer(family):
+    template, end = target(family), TURN_END[family]
+    opening = template.decode(template.prompt_ids((Message("user", "x"),))).rpartition("x")[2]
+    typed = f"Why {end}{opening}no?"
+    conversation = talk(typed, f"Write {end} at the end.")
+    assert supervised(template, conversation) == [f"Write {end} at the end.{end}"]
+    row, plain = mask_conversation(conversation, template), mask_conversation(talk("Why?", "Write it."), template)
+    control = [sum(i in template.control_ids for i in r.input_ids.tolist()) for r in (row, plain)]
+    assert control[0] == control[1], "typed tokens are text"
+    assert typed in template.decode(row.input_ids)
 
 
 BROKEN = {
@@ -170,17 +185,16 @@ def test_an_answer_that_says_nothing_is_refused():
 
 
 def test_leading_blanks_that_merge_with_the_templates_line_break_are_refused():
-    """A byte-pair tokenizer joins "\\n" and what follows: the prompt alone then has other tokens than the conversation."""
-    template = target("chatml")
-    for blank in ("\n", "\n\n", "\nx"):
-        conversation = talk("Q", f"{blank}A")
-        prompt, whole = template.prompt_ids(conversation.messages[:1]), template.conversation_ids(conversation.messages)
-        if whole[: len(prompt)] == prompt:
-            assert supervised(template, conversation) == [f"{blank}A<|im_end|>"]
-        else:
-            assert refusal(template, conversation) == "not_prefix_stable"
-    assert template.conversation_ids(talk("Q", "\nA").messages)[: len(prompt)] != prompt, "this tokenizer merges line breaks"
-    assert refusal(template, talk("Q", "\nA")) == "not_prefix_stable"
+    """A byte-pair tokenizer may join the line break that ends a prompt with an answer's indentation: then the target, which read the
+    prompt alone, could not have generated those tokens."""
+    template, indented = target("chatml"), talk("Q", "    return 1")
+    prompt, whole = template.prompt_ids(indented.messages[:1]), template.conversation_ids(indented.messages)
+    assert template.decode(whole).startswith(template.decode(prompt)), "equal as text"
+    assert whole[: len(prompt)] != prompt, "other tokens"
+    assert refusal(template, indented) == "not_prefix_stable"
+    assert refusal(template, indented, policy="last_turn") == "not_prefix_stable"
+    for blank in (" ", "\n", "\n\n", "\t"):  # this tokenizer joins none of these with the line break
+        assert supervised(template, talk("Q", f"{blank}return 1")) == [f"{blank}return 1<|im_end|>"]
 
 
 PREFIXED = (
@@ -250,8 +264,8 @@ def test_supervised_text_is_the_answers_and_nothing_else(family, turns):
     assert template.decode(row.input_ids).endswith(written.removesuffix("\n"))
 
 
-@settings(relaxed, max_examples=40)
-@given(turns=st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=3), thought=st.none() | PIECES)
+@settings(relaxed, max_examples=30)
+@given(turns=st.lists(st.tuples(PIECES, PIECES), min_size=1, max_size=2), thought=st.none() | PIECES)
 def test_qwen3_supervises_the_last_answer_whole(turns, thought):
     template = target("qwen3")
     messages = [Message(role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
@@ -259,10 +273,10 @@ def test_qwen3_supervises_the_last_answer_whole(turns, thought):
         messages[-1] = Message("assistant", messages[-1].content, reasoning=thought)
     try:
         row = mask_conversation(talk(*messages), template, policy="last_turn", enable_thinking=thought is not None)
-    except MaskRefused as refused:
-        assert refused.reason == "answer_changed", refused
-        assert any("</think>" in text for text in (turns[-1][1], thought or "")), "only text that looks like a thought may be changed"
-        return
+    except MaskRefused:
+        # The template looks for thoughts in the text, so text that looks like the end of one may be refused, and no other.
+        assume("</think>" not in "".join([turns[-1][1], thought or ""]))
+        raise
     start, stop = row.spans[-1]
     expected = turns[-1][1] if thought is None else f"<think>\n{thought}\n</think>\n\n{turns[-1][1]}"
     assert template.decode(row.input_ids[start:stop]) == expected + "<|im_end|>"
@@ -284,7 +298,7 @@ def test_shown_text_is_the_row_and_only_the_answer_is_coloured():
 
 
 def test_show_prints_as_many_rows_as_asked():
-    rows, _ = mask_conversations([talk("a", "One."), talk("b", "Two.")], target("chatml"))
+    rows, _ = masked_all([talk("a", "One."), talk("b", "Two.")], target("chatml"))
     console = Console(width=100, file=io.StringIO())
     show_rows(rows, target("chatml").decode, console, 1)
     printed = console.file.getvalue()

@@ -357,7 +357,7 @@ def test_splits_subsets_and_json_files_are_found(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
     assert [r.messages[0].content for r in read_source(SourceSpec(f"hf:{tmp_path}", split="test")).rows] == ["test"]
-    with pytest.raises(CorpusError, match="split dev.*Available splits"):
+    with pytest.raises(CorpusError, match=r"split dev.*Available splits"):
         read_source(SourceSpec(f"hf:{tmp_path}", split="dev"))
     with pytest.raises(CorpusError, match="'socratic' not found"):
         read_source(SourceSpec(f"hf:{tmp_path}", subset="socratic"))
@@ -384,7 +384,7 @@ def test_text_of_a_table_that_is_not_utf8_drops_its_row_alone(tmp_path):
 
 
 def test_data_sets_that_cannot_be_read_are_one_line(tmp_path):
-    with pytest.raises(CorpusError, match="cannot read the data set .*any data files"):
+    with pytest.raises(CorpusError, match=r"cannot read the data set .*any data files"):
         read_source(SourceSpec(f"hf:{tmp_path}"))
     (tmp_path / "train.parquet").write_bytes(b"no parquet")
     with pytest.raises(CorpusError, match="cannot read the data set") as error:
@@ -394,7 +394,7 @@ def test_data_sets_that_cannot_be_read_are_one_line(tmp_path):
 
 def test_a_hub_out_of_reach_is_said_so(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubUnreachable, match="HF_HUB_OFFLINE.*hf:/path/to/folder"):
+    with pytest.raises(HubUnreachable, match=r"HF_HUB_OFFLINE.*hf:/path/to/folder"):
         read_source(SourceSpec("hf:mlabonne/open-perfectblend"))
 
 
