@@ -80,6 +80,7 @@ class Prepared:
         return {
             "benchmarks": {rows.label: {"origin": rows.origin, "rows": len(rows.conversations)} for rows in self.benchmarks},
             "rule": RULE if self.benchmarks else None,
+            "dropped": len(self.overlaps),
             "found": _counts(match.benchmark for _, match in self.overlaps),
             "examples": [
                 {
