@@ -99,7 +99,8 @@ def prepare(job: Job, template: ChatTemplate, bar: Progress) -> Prepared:
 def read_conversations(store: ObjectStore, part: str) -> list[Conversation]:
     """What `prepare` stored: `train` or `heldout`."""
     try:
-        lines = store.get(f"{part}.jsonl").decode().splitlines()
+        # As bytes: text would also be split at characters that JSON leaves as they are, such as U+2028.
+        lines = store.get(f"{part}.jsonl").splitlines()
     except FileNotFoundError:
         raise JobError(
             f"{store.settings.root} holds no prompts yet. Run `python -m pipelines.prepare` with the same corpus first."

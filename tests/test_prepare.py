@@ -88,6 +88,13 @@ def test_the_order_of_rows_and_sources_changes_nothing(here: Here, target: Path,
     assert len(parts[0][0] + parts[0][1]) == 30
 
 
+def test_what_is_stored_is_read_back_whatever_characters_it_holds(here: Here, target: Path, tmp_path: Path) -> None:
+    odd = ["two\u2028lines", "next\x85line", "form\x0cfeed \x1c\x1d\u2029", 'a "quote" \\ and é 🙂', "tab\tand\nbreak"]
+    write_rows(tmp_path / "a.jsonl", [{"prompt": f"Why {text}?"} for text in odd])
+    prepare(here, target, tmp_path / "out", f"corpus.train={tmp_path}/a.jsonl", "corpus.heldout_share=0")
+    assert sorted(stored(tmp_path / "out", "train")) == sorted(f"Why {text}?" for text in odd)
+
+
 @pytest.mark.parametrize("flag", [["--show", "2"], ["--show=2"], ["show=2"]])
 def test_show_prints_prompts_as_the_target_reads_them(here: Here, target: Path, tmp_path: Path, flag: list[str]) -> None:
     write_rows(tmp_path / "a.jsonl", [chat(f"Why {n}?", "Because.") for n in range(6)])
