@@ -5,9 +5,10 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= smollm2_135m
+CORPUS ?= $(basename $(notdir $(PROMPTS)))
 ARGS ?=
 
-.PHONY: help setup demo clean-demo prepare regenerate cache train evaluate doctor test test-all lint format
+.PHONY: help setup demo clean-demo corpus prepare regenerate cache train evaluate doctor test test-all lint format
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +36,12 @@ clean-demo: ## remove the demo's output
 
 prepare regenerate train evaluate: setup
 	@$(RUN) -m pipelines.$@ 'target=$(MODEL)' $(ARGS)
+
+corpus: setup ## MODEL's answers to PROMPTS=FILE.jsonl with a data set card; stopped and started again, it goes on
+	@test -n '$(PROMPTS)' || { echo 'error: name the prompts: make corpus PROMPTS=prompts.jsonl'; exit 2; }
+	@for job in prepare regenerate; do \
+		$(RUN) -m pipelines.$$job 'target=$(MODEL)' corpus=jsonl 'corpus.train=$(PROMPTS)' 'corpus.name=$(CORPUS)' $(ARGS) || exit $$?; \
+	done
 
 cache: setup ## prompts, answers and hidden states of MODEL
 	@$(RUN) -m pipelines.prepare 'target=$(MODEL)' $(ARGS)

@@ -3,6 +3,7 @@
 <answers>/settings.json              how they were generated; other settings are refused, never mixed in
 <answers>/parts/<hash>.arrow         rows, written by the actor that generated them
 <answers>/index/<first>-<count>.json written after its part, by the driver alone; a part without one is garbage
+<answers>/card.json, card.md         what the answers are, as of the last finished run (`corpus.card`)
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from actors.errors import ActorError
@@ -22,16 +23,21 @@ _INDEX = re.compile(r"index/(\d{10})-(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Part:
-    """A written part: its key, the ids of its conversations, and how many rows of each finish reason it holds."""
+    """A written part: its key, the ids of its conversations, and how many rows of each finish reason it holds.
+
+    `engine` names who answered; `seconds` passed since the part before it was registered, or since the run began.
+    """
 
     key: str
     rows: int
     conversation_ids: tuple[str, ...]
     reasons: dict[str, int]
     answer_tokens: int
+    engine: str = "unknown"
+    seconds: float = 0.0
 
 
-def write_part(store: ObjectStore, rows: Sequence[AnsweredRow], settings: Mapping[str, Any]) -> Part:
+def write_part(store: ObjectStore, rows: Sequence[AnsweredRow], settings: Mapping[str, Any], engine: str) -> Part:
     """Write rows under their content hash; they count only once `AnswerStore.register` has indexed them."""
     data = encode_answers(rows, settings)
     key = f"parts/{hashlib.blake2b(data, digest_size=16).hexdigest()}.arrow"
@@ -42,6 +48,7 @@ def write_part(store: ObjectStore, rows: Sequence[AnsweredRow], settings: Mappin
         conversation_ids=tuple(sorted({row.conversation_id for row in rows})),
         reasons=dict(Counter(row.finish_reason for row in rows)),
         answer_tokens=sum(len(row.answer_ids) for row in rows),
+        engine=engine,
     )
 
 
@@ -75,12 +82,12 @@ class AnswerStore:
     def _read_index(self, key: str) -> Part:
         try:
             value = json.loads(self.store.get(key))
-            return Part(value["key"], value["rows"], tuple(value["conversation_ids"]), value["reasons"], value["answer_tokens"])
+            return Part(**{**value, "conversation_ids": tuple(value["conversation_ids"])})
         except (ValueError, KeyError, TypeError) as error:
             raise ActorError(f"{self.store.url(key)} is damaged ({error!r}); remove it and run `regenerate` again") from error
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Bind the folder to how its rows are generated.
+        """Bind the folder to how its rows are generated. A folder without rows is free, whatever an earlier run meant to do with it.
 
         Raises:
             ActorError: it holds rows generated otherwise; names each differing setting.
@@ -89,14 +96,18 @@ class AnswerStore:
         try:
             theirs = json.loads(self.store.get("settings.json"))
         except FileNotFoundError:
-            self.store.put("settings.json", json.dumps(ours, indent=2).encode())
-            return
-        if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
+            theirs = {}
+        except ValueError as error:
+            raise ActorError(f"{self.store.url('settings.json')} is damaged ({error}); remove the folder, or copy it again") from error
+        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+        if differing and self.rows:
             told = "; ".join(f"{key}: there {theirs.get(key)!r}, asked {ours.get(key)!r}" for key in differing)
             raise ActorError(
-                f"{self.store.settings.root} holds answers generated otherwise ({told}). "
-                "Ask for the same, give this corpus another name (`corpus.name=...`), or remove the folder."
+                f"{self.store.settings.root} holds answers generated otherwise ({told}). Answers are never mixed: ask for the same, or "
+                "let new ones go to a corpus of another name (`corpus.name=...` in `prepare`, here and in `cache`), or remove the folder."
             )
+        if differing:
+            self.store.put("settings.json", json.dumps(ours, indent=2).encode())
 
     @property
     def rows(self) -> int:
@@ -111,18 +122,21 @@ class AnswerStore:
         """Conversations already answered."""
         return {conversation for _, _, part in self._spans for conversation in part.conversation_ids}
 
-    def register(self, part: Part) -> None:
-        """Give the part's rows the next numbers."""
+    def register(self, part: Part, seconds: float) -> Part:
+        """Give the part's rows the next numbers; `seconds` is what they took.
+
+        Raises:
+            ActorError: somebody else has registered rows since this store was opened.
+        """
         first = self.rows
-        value = {
-            "key": part.key,
-            "rows": part.rows,
-            "conversation_ids": list(part.conversation_ids),
-            "reasons": part.reasons,
-            "answer_tokens": part.answer_tokens,
-        }
-        self.store.put(f"index/{first:010d}-{part.rows:08d}.json", json.dumps(value).encode())
+        if self.store.list(f"index/{first:010d}-"):
+            raise ActorError(
+                f"another `regenerate` is writing to {self.store.settings.root}. Let one finish; the other then goes on from there."
+            )
+        part = replace(part, seconds=seconds)
+        self.store.put(f"index/{first:010d}-{part.rows:08d}.json", json.dumps(asdict(part)).encode())
         self._spans.append((first, part.rows, part))
+        return part
 
     def read(self, start: int, stop: int) -> list[AnsweredRow]:
         """Rows [start, stop), in order."""

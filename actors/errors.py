@@ -3,3 +3,7 @@
 
 class ActorError(Exception):
     """Something a person can mend: says what is wrong, where, and what to do."""
+
+
+class EngineLost(ActorError):
+    """An engine is gone, or answers no more. What it was asked goes to another."""

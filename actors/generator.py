@@ -1,21 +1,16 @@
-"""Ray actors that let the target answer prompts, and the pool that feeds them."""
+"""Lets an engine answer conversations, turn by turn, and writes the rows. Everything stays token ids throughout."""
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-from ray.exceptions import RayActorError
 
-from actors.answers import AnswerStore, Part, write_part
-from actors.cluster import death_reason
-from actors.engines.base import EngineSettings
-from actors.engines.vllm import AnswerSettings, VllmAnswerEngine, vllm_environment
-from actors.errors import ActorError
+from actors.answers import Part, write_part
+from actors.engines.base import AnswerEngine, AnswerSettings, EngineSettings
+from actors.errors import EngineLost
 from corpus.answers import FAILED, STOP, AnsweredRow
 from corpus.conversation import Conversation, Message
 from corpus.errors import TemplateRefused
@@ -24,195 +19,127 @@ from storage.object_store import ObjectStore
 
 
 @dataclass(frozen=True)
-class GeneratorSettings:
-    """`actors` engines; each takes `batch_conversations` at a time and writes a part for every `part_rows` finished rows."""
+class Fault:
+    """A conversation that the engine failed on, and why. None of its rows is written: it may be tried again."""
 
-    actors: int = 1
-    cpus: int = 1
-    gpus: float = 0
-    batch_conversations: int = 128
-    part_rows: int = 32
-    max_attempts: int = 3
-    enable_thinking: bool = False
+    conversation_id: str
+    reason: str
 
 
 class Generator:
-    """One vLLM engine. Prompts, answers and rows stay token ids throughout."""
+    """Answers conversations with one engine.
+
+    Args:
+        part_rows: a part is written whenever this many rows are finished.
+        provenance: kept in every part.
+    """
 
     def __init__(
         self,
-        engine: EngineSettings,
-        answers: AnswerSettings,
-        settings: GeneratorSettings,
+        engine: AnswerEngine,
+        template: ChatTemplate,
         store: ObjectStore,
         provenance: Mapping[str, Any],
+        part_rows: int = 32,
+        enable_thinking: bool = False,
     ) -> None:
-        self.settings, self.store, self.provenance = settings, store, provenance
-        self.template = ChatTemplate(Path(engine.model))
-        self.engine = VllmAnswerEngine(engine, answers)
+        self.engine, self.template, self.store, self.provenance = engine, template, store, provenance
+        self.part_rows, self.enable_thinking = part_rows, enable_thinking
 
-    def answer(self, conversations: Sequence[Conversation]) -> Iterator[Part]:
+    def answer(self, conversations: Sequence[Conversation]) -> Iterator[Part | Fault]:
         """Answer every user turn, in turn, with the model's own earlier answers between them. Yields parts as they are written.
 
         A conversation's rows lie in one part, so that it is either answered or not.
+
+        Raises:
+            EngineLost: the engine is gone; what it finished has been written and yielded.
         """
         finished: list[AnsweredRow] = []
-        asked = [_Dialogue(conversation) for conversation in conversations]
-        while asked:
-            running: list[tuple[_Dialogue, list[int]]] = []
-            for dialogue in asked:
-                prompt, problem = self._prompt(dialogue)
-                if problem:
-                    dialogue.answered(prompt, [], FAILED, problem)
-                    finished += dialogue.rows
-                else:
-                    running.append((dialogue, prompt))
-            asked = []
-            for index, answer in self.engine.answer([prompt for _, prompt in running]):
-                dialogue, prompt = running[index]
-                dialogue.answered(prompt, answer.token_ids, answer.finish_reason)
-                if answer.finish_reason == STOP and dialogue.rest:
-                    dialogue.ask_next(self.template.answer_text(answer.token_ids))
-                    asked.append(dialogue)
-                else:
-                    finished += dialogue.rows
-                if len(finished) >= self.settings.part_rows:
-                    yield write_part(self.store, finished, self.provenance)
-                    finished = []
-        if finished:
-            yield write_part(self.store, finished, self.provenance)
-
-    def _prompt(self, dialogue: "_Dialogue") -> tuple[list[int], str]:
-        """The next prompt's ids, and why it cannot be answered (empty if it can)."""
+        dialogues = [_Dialogue(conversation) for conversation in conversations]
+        for key, dialogue in enumerate(dialogues):
+            if not self._ask(key, dialogue):
+                finished += dialogue.rows
         try:
-            prompt = self.template.prompt_ids(dialogue.history, self.settings.enable_thinking, dialogue.conversation.tools)
+            for key, answer in self.engine.answers():
+                dialogue = dialogues[key]
+                if answer.finish_reason == FAILED:
+                    yield Fault(dialogue.conversation.id, answer.error)
+                    continue
+                dialogue.answered(answer.token_ids, answer.finish_reason)
+                if answer.finish_reason == STOP and dialogue.rest:
+                    dialogue.go_on(self.template.answer_text(answer.token_ids))
+                    if self._ask(key, dialogue):
+                        continue
+                finished += dialogue.rows
+                if len(finished) >= self.part_rows:
+                    yield self._write(finished)
+                    finished = []
+        except EngineLost:
+            if finished:
+                yield self._write(finished)
+            raise
+        if finished:
+            yield self._write(finished)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _ask(self, key: int, dialogue: "_Dialogue") -> bool:
+        """Hand the next prompt to the engine; where that cannot be, record why."""
+        try:
+            prompt = self.template.prompt_ids(dialogue.history, self.enable_thinking, dialogue.conversation.tools)
+            problem = ""
+            if len(prompt) + 1 >= self.engine.max_length:
+                problem = f"the prompt's {len(prompt)} tokens leave no room in max_length={self.engine.max_length}"
         except TemplateRefused as refused:
-            return [], str(refused)
-        too_long = len(prompt) + 1 >= self.engine.max_length
-        return prompt, f"the prompt's {len(prompt)} tokens leave no room in max_length={self.engine.max_length}" if too_long else ""
+            prompt, problem = [], str(refused)
+        dialogue.prompt = prompt
+        if problem:
+            dialogue.answered([], FAILED, problem)
+        else:
+            self.engine.ask(key, prompt)
+        return not problem
+
+    def _write(self, rows: Sequence[AnsweredRow]) -> Part:
+        return write_part(self.store, rows, self.provenance, self.engine.name)
 
 
-AnswerGenerator: Any = ray.remote(max_restarts=0)(Generator)
+class VllmGenerator(Generator):
+    """The same around a vLLM engine of its own; lives in a Ray actor."""
+
+    def __init__(self, engine: EngineSettings, sampling: AnswerSettings, *rest: Any) -> None:
+        from actors.engines.vllm import VllmAnswerEngine
+
+        super().__init__(VllmAnswerEngine(engine, sampling), ChatTemplate(Path(engine.model)), *rest)
 
 
 @dataclass
 class _Dialogue:
-    """A conversation on its way: what was said and answered so far, and the rounds still to come."""
+    """A conversation on its way: what was said and answered so far, the prompt in question, and the rounds still to come."""
 
     conversation: Conversation
     history: list[Message] = field(default_factory=list)
     rest: deque[tuple[Message, ...]] = field(default_factory=deque)
+    prompt: list[int] = field(default_factory=list)
     rows: list[AnsweredRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rest.extend(self.conversation.rounds())
         self.history.extend(self.rest.popleft())
 
-    def answered(self, prompt: Sequence[int], answer: Sequence[int], reason: str, error: str = "") -> None:
+    def answered(self, answer: Sequence[int], reason: str, error: str = "") -> None:
         self.rows.append(
             AnsweredRow(
                 conversation_id=self.conversation.id,
                 turn=len(self.rows),
                 source=self.conversation.source,
                 domain=self.conversation.domain,
-                prompt_ids=np.asarray(prompt),
+                prompt_ids=np.asarray(self.prompt),
                 answer_ids=np.asarray(answer),
                 finish_reason=reason,
                 error=error,
             )
         )
 
-    def ask_next(self, answer: str) -> None:
+    def go_on(self, answer: str) -> None:
         self.history += [Message("assistant", answer), *self.rest.popleft()]
-
-
-def regenerate(
-    conversations: Sequence[Conversation],
-    answers: AnswerStore,
-    engine: EngineSettings,
-    sampling: AnswerSettings,
-    settings: GeneratorSettings,
-    on_part: Callable[[Part], None],
-) -> None:
-    """Answer what is not answered yet. Every finished part is on storage before the next begins, so it may be killed at any time.
-
-    Raises:
-        ActorError: an engine cannot start, or died `max_attempts` times.
-    """
-    known = answers.conversation_ids()
-    # Sorted by content hash: the order of the input changes nothing.
-    pending = deque(sorted((c for c in conversations if c.id not in known), key=lambda c: c.id))
-    pool = _Pool(pending, answers, engine, sampling, settings, on_part)
-    pool.run(min(settings.actors, len(pending)))
-
-
-class _Pool:
-    """One driver thread for each actor: takes a batch, registers the parts as they come, gives back what a dead actor left undone."""
-
-    def __init__(
-        self,
-        pending: deque[Conversation],
-        answers: AnswerStore,
-        engine: EngineSettings,
-        sampling: AnswerSettings,
-        settings: GeneratorSettings,
-        on_part: Callable[[Part], None],
-    ) -> None:
-        self.pending, self.answers, self.settings, self.on_part = pending, answers, settings, on_part
-        self.spawn = lambda: AnswerGenerator.options(
-            num_cpus=settings.cpus, num_gpus=settings.gpus, runtime_env={"env_vars": vllm_environment(engine)}
-        ).remote(engine, sampling, settings, answers.store, answers.settings)
-        self.lock = threading.Lock()
-        self.deaths = 0
-        self.error: BaseException | None = None
-
-    def run(self, workers: int) -> None:
-        # An even share for each, so that the last batch does not keep one actor busy alone.
-        self.share = max(1, min(self.settings.batch_conversations, -(-len(self.pending) // max(workers, 1))))
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def _work(self) -> None:
-        actor = None
-        try:
-            while self.error is None and (batch := self._take()):
-                actor = actor or self.spawn()
-                left = {conversation.id: conversation for conversation in batch}
-                try:
-                    for reference in actor.answer.options(num_returns="streaming").remote(batch):
-                        self._register(ray.get(reference), left)
-                except RayActorError as error:
-                    actor = None
-                    self._give_back(left, error)
-        except BaseException as error:
-            self.error = error
-        finally:
-            if actor is not None:
-                ray.kill(actor)
-
-    def _take(self) -> list[Conversation]:
-        with self.lock:
-            return [self.pending.popleft() for _ in range(min(self.share, len(self.pending)))]
-
-    def _register(self, part: Part, left: dict[str, Conversation]) -> None:
-        with self.lock:
-            self.answers.register(part)
-            self.on_part(part)
-        for conversation_id in part.conversation_ids:
-            left.pop(conversation_id, None)
-
-    def _give_back(self, left: dict[str, Conversation], error: RayActorError) -> None:
-        with self.lock:
-            if error.actor_init_failed:
-                raise ActorError(f"the answer engine cannot start: {death_reason(error)}") from error
-            self.deaths += 1
-            if self.deaths >= self.settings.max_attempts * max(1, self.settings.actors):
-                raise ActorError(
-                    f"the answer engines died {self.deaths} times, last: {death_reason(error)}. Run `python -m pipelines.doctor`."
-                ) from error
-            self.pending.extend(left.values())

@@ -11,7 +11,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -179,75 +179,6 @@ def _extends(before: AnsweredRow, after: AnsweredRow) -> bool:
 def _join(group: Sequence[AnsweredRow]) -> MaskedRow:
     last = group[-1].masked()
     return MaskedRow(last.row_id, last.conversation_id, last.source, last.domain, last.input_ids, tuple(row.span for row in group))
-
-
-# -- what happened to every row
-
-
-@dataclass
-class AnswerSummary:
-    """Counts over answers. `finish_reasons` counts every row by how it ended; `unusable` gives each unusable row one reason.
-
-    `looping` counts all rows that loop, the truncated ones among them. Tokens: `prompt_tokens` and `answer_tokens` over all rows,
-    `usable_prompt_tokens` and `supervised_tokens` over the usable ones.
-    """
-
-    rows: int = 0
-    usable: int = 0
-    looping: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    usable_prompt_tokens: int = 0
-    supervised_tokens: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    unusable: Counter[str] = field(default_factory=Counter)
-    usable_by_source: Counter[str] = field(default_factory=Counter)
-    usable_by_domain: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def supervised_share(self) -> float:
-        """Supervised tokens over all tokens of the usable rows; 0 where there is none."""
-        total = self.usable_prompt_tokens + self.supervised_tokens
-        return self.supervised_tokens / total if total else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; every finish reason and every reason of `REASONS` is listed, also at zero."""
-        return {
-            "rows": self.rows,
-            "usable": self.usable,
-            "unusable": {reason: self.unusable[reason] for reason in REASONS},
-            "finish_reasons": {reason: self.finish_reasons[reason] for reason in FINISH_REASONS},
-            "looping": self.looping,
-            "prompt_tokens": self.prompt_tokens,
-            "answer_tokens": self.answer_tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "supervised_share": self.supervised_share,
-            "usable_by_source": dict(sorted(self.usable_by_source.items())),
-            "usable_by_domain": dict(sorted(self.usable_by_domain.items())),
-        }
-
-
-def summarize(
-    rows: Iterable[AnsweredRow], stop_ids: Collection[int], loops: LoopRule | None = None, keep_truncated: bool = False
-) -> AnswerSummary:
-    """Count what happened to every answer; the arguments are those of `unusable`."""
-    summary = AnswerSummary()
-    for row in rows:
-        summary.rows += 1
-        summary.finish_reasons[row.finish_reason] += 1
-        summary.looping += is_looping(row.answer_ids, loops or LoopRule())
-        summary.prompt_tokens += len(row.prompt_ids)
-        summary.answer_tokens += len(row.answer_ids)
-        reason = unusable(row, stop_ids, loops, keep_truncated)
-        if reason is not None:
-            summary.unusable[reason] += 1
-            continue
-        summary.usable += 1
-        summary.usable_prompt_tokens += len(row.prompt_ids)
-        summary.supervised_tokens += len(row.answer_ids)
-        summary.usable_by_source[row.source] += 1
-        summary.usable_by_domain[row.domain] += 1
-    return summary
 
 
 # -- bytes in and out

@@ -24,6 +24,7 @@ from corpus.conversation import Conversation
 from decoding.metrics import acceptance_metrics, divide
 from decoding.settings import Generation, Round, SamplingSettings, Seconds
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress, write_json
+from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
 from pipelines.prepare import read_conversations
 from pipelines.report import (
@@ -41,7 +42,7 @@ from pipelines.report import (
     write_report,
 )
 from pipelines.target import Target, describe
-from pipelines.train import MetricsFile, git_revision
+from pipelines.train import MetricsFile
 from storage.checkpoint import DrafterFiles, load_drafter
 from storage.contract import require_match
 from storage.object_store import ObjectStore

@@ -206,10 +206,15 @@ def finish(title: str, rows: Mapping[str, str], result: Mapping[str, Any], path:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+        temporary.write_text(text)
         temporary.replace(path)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror}. Give another folder with `output=...`.") from error

@@ -1,4 +1,7 @@
-"""How many engines this machine takes by default."""
+"""What a job takes from the machine and the checkout that it runs in."""
+
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -14,3 +17,16 @@ def engine_count(count: int | None, gpus: float | None, threads: int) -> tuple[i
     if available:
         return max(int(available / each), 1) if each else available, each
     return max(usable_cores() // threads, 1), 0.0
+
+
+def default_batch_rows() -> int:
+    """Rows that one answering engine works on at a time: a GPU gains from many, a CPU core is busy with few."""
+    return 256 if torch.cuda.device_count() else 64
+
+
+def git_revision() -> str | None:
+    """Of the code that runs, where it is a checkout."""
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None

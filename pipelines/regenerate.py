@@ -3,24 +3,32 @@
 Resumes by content hash: run it again after a crash, or after adding prompts, and only what is missing is answered.
 """
 
+import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import hydra
 from omegaconf import DictConfig
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from rich.progress import Progress
 
+from actors.answer_pool import GeneratorSettings, MakeAnswerer, endpoint_answerers, regenerate, vllm_answerers
 from actors.answers import AnswerStore, Part, answers_hash
 from actors.cluster import cluster
-from actors.engines.base import EngineSettings
-from actors.engines.vllm import AnswerSettings
-from actors.generator import GeneratorSettings, regenerate
-from corpus.answers import summarize, usable
+from actors.engines.base import AnswerSettings, EngineSettings
+from actors.engines.endpoint import EndpointSettings
+from corpus.answers import usable
+from corpus.card import AnswerSummary, card_markdown, summarize
+from corpus.conversation import Conversation
 from corpus.show import show_rows
-from pipelines.job import Job, JobError, finish, launch, mendable, notices, output, progress
-from pipelines.machine import engine_count
+from pipelines.job import Job, JobError, finish, launch, mendable, notices, output, progress, write_text
+from pipelines.machine import default_batch_rows, engine_count, git_revision
 from pipelines.prepare import read_conversations
 from pipelines.target import Target, describe
 
@@ -33,12 +41,27 @@ class GeneratorConfig(BaseModel):
     dtype: Literal["bfloat16", "float32"]
     max_length: int = Field(ge=2)
     batch_tokens: int = Field(ge=1)
-    batch_rows: int = Field(ge=1)
+    batch_rows: int | None = Field(ge=1)
     batch_conversations: int = Field(ge=1)
     part_rows: int = Field(ge=1)
     kv_cache_gib: int = Field(ge=1)
     tensor_parallel: int = Field(ge=1)
     seed: int
+    endpoints: tuple[str, ...]
+    endpoint_model: str | None
+    retries: int = Field(ge=0)
+    timeout_seconds: float = Field(gt=0)
+
+    @field_validator("endpoints")
+    @classmethod
+    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is no URL; give the API's base, as in http://host:8000/v1")
+            if "@" in parts.netloc or parts.query:
+                raise ValueError("a URL that holds a key or password would end up in results; keys come from OPENAI_API_KEY alone")
+        return urls
 
 
 class RegenerateJob(Job):
@@ -56,56 +79,43 @@ def main(cfg: DictConfig) -> None:
         raise JobError(f"corpus {job.corpus.name} has no training prompts. Run `python -m pipelines.prepare` with other sources.")
     target = job.target.resolve(notices.print)
     answers = AnswerStore(store.child(job.places.answers))
-    engine, sampling, settings = engine_settings(job, target)
-    answers.claim(
-        {
-            "target": target.identity.weights_fingerprint,
-            "tokenizer": target.identity.tokenizer_hash,
-            "chat_template": target.identity.chat_template_hash,
-            "sampling": job.target.sampling.model_dump(),
-            "enable_thinking": job.target.enable_thinking,
-            "max_length": job.generator.max_length,
-            "seed": job.generator.seed,
-        }
-    )
-    started, before = time.perf_counter(), sum(part.answer_tokens for part in answers.parts)
+    answers.claim(provenance(job, target))
+    started, before = time.perf_counter(), len(answers.parts)
     missing = {conversation.id for conversation in conversations} - answers.conversation_ids()
+    given_up: dict[str, str] = {}
     if missing:
-        with cluster(job.cluster), progress() as bar:
-            regenerate(conversations, answers, engine, sampling, settings, _watch(bar, len(missing)))
-    seconds = time.perf_counter() - started
-    generated = sum(part.answer_tokens for part in answers.parts) - before
-    rows = list(answers)
-    summary = summarize(rows, target.template.stop_ids)
-    shown = [row.masked() for row in rows if usable(row, target.template.stop_ids)][: job.show]
-    show_rows(shown, target.template.decode, output, job.show, target.template.control_ids)
-    finish(
-        f"answers of {job.target.name} to {job.corpus.name}",
-        {
-            "rows": f"{summary.rows}, {summary.usable} usable",
-            "left out": ", ".join(f"{count} {reason}" for reason, count in summary.unusable.most_common()) or "none",
-            "supervised": f"{summary.supervised_share:.1%} of the tokens",
-            "answered now": f"{len(missing)} conversations, {generated} tokens in {seconds:.0f} s"
-            if missing
-            else "nothing: all were answered",
-            "speed": f"{generated / seconds:.0f} tokens/s, engine start included" if missing else "-",
-            "stored": answers.store.settings.root,
-        },
-        {
-            "target": describe(target),
-            "answers_hash": answers_hash(answers),
-            "summary": summary.to_json(),
-            "answered_now": len(missing),
-            "generated_tokens": generated,
-            "seconds": seconds,
-        },
-        job.result_path("regenerate"),
-    )
+        settings = GeneratorSettings(job.generator.batch_conversations, job.generator.part_rows, job.target.enable_thinking)
+        with nullcontext() if job.generator.endpoints else cluster(job.cluster), progress() as bar:
+            on_part = _watch(bar, len(missing))
+            given_up = regenerate(conversations, answers, answerers(job, target, settings, answers), settings, on_part)
+    report(job, target, answers, conversations, before, given_up, time.perf_counter() - started)
 
 
-def engine_settings(job: RegenerateJob, target: Target) -> tuple[EngineSettings, AnswerSettings, GeneratorSettings]:
-    """The typed settings of the actors, from the job's config."""
+def provenance(job: RegenerateJob, target: Target) -> dict[str, Any]:
+    """Everything that decides an answer; answers that differ in any of it are never in one folder."""
+    return {
+        "target": target.identity.weights_fingerprint,
+        "tokenizer": target.identity.tokenizer_hash,
+        "chat_template": target.identity.chat_template_hash,
+        "sampling": job.target.sampling.model_dump(),
+        "stop_token_ids": list(target.template.stop_ids),
+        "enable_thinking": job.target.enable_thinking,
+        "max_length": job.generator.max_length,
+        "seed": job.generator.seed,
+    }
+
+
+def answerers(job: RegenerateJob, target: Target, settings: GeneratorSettings, answers: AnswerStore) -> list[MakeAnswerer]:
+    """vLLM engines under Ray, or the servers that the config names."""
     generator = job.generator
+    batch_rows = generator.batch_rows or default_batch_rows()
+    sampling = AnswerSettings(**job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids, seed=generator.seed)
+    if generator.endpoints:
+        endpoints = [
+            EndpointSettings(url, generator.max_length, generator.endpoint_model, batch_rows, generator.retries, generator.timeout_seconds)
+            for url in generator.endpoints
+        ]
+        return endpoint_answerers(endpoints, target.template, sampling, settings, answers)
     actors, gpus = engine_count(generator.actors, generator.gpus, generator.threads)
     engine = EngineSettings(
         model=str(target.folder),
@@ -113,27 +123,114 @@ def engine_settings(job: RegenerateJob, target: Target) -> tuple[EngineSettings,
         dtype=generator.dtype,
         max_length=generator.max_length,
         batch_tokens=generator.batch_tokens,
-        batch_rows=generator.batch_rows,
+        batch_rows=batch_rows,
         threads=generator.threads,
         tensor_parallel=generator.tensor_parallel,
         kv_cache_gib=generator.kv_cache_gib,
     )
-    sampling = AnswerSettings(**job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids, seed=generator.seed)
-    settings = GeneratorSettings(
-        actors=actors,
-        cpus=generator.threads,
-        gpus=gpus,
-        batch_conversations=generator.batch_conversations,
-        part_rows=generator.part_rows,
-        enable_thinking=job.target.enable_thinking,
+    return vllm_answerers(actors, generator.threads, gpus, engine, sampling, settings, answers)
+
+
+def report(
+    job: RegenerateJob,
+    target: Target,
+    answers: AnswerStore,
+    conversations: Sequence[Conversation],
+    before: int,
+    given_up: dict[str, str],
+    seconds: float,
+) -> None:
+    """Write the data set card beside the answers and into the output folder, and say what is in them; exit with 1 if rows were given up.
+
+    Args:
+        before: how many parts there were before this run.
+        given_up: conversations that engines failed on, with the reason.
+        seconds: of this run.
+    """
+    rows = list(answers)
+    summary = summarize(rows, target.template.stop_ids)
+    card = make_card(job, target, answers, conversations, summary)
+    text = card_markdown(card)
+    answers.store.put("card.json", json.dumps(card, indent=2).encode())
+    answers.store.put("card.md", text.encode())
+    card_path = job.result_path("answers_card").with_suffix(".md")
+    write_text(card_path, text)
+    shown = [row.masked() for row in rows if usable(row, target.template.stop_ids)][: job.show]
+    show_rows(shown, target.template.decode, output, job.show, target.template.control_ids)
+    now = answers.parts[before:]
+    answered, generated = sum(len(part.conversation_ids) for part in now), sum(part.answer_tokens for part in now)
+    total, strays = summary.total, card["corpus"]["answered_but_not_in_corpus"]
+    reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(given_up.values()).most_common(3))
+    finish(
+        f"answers of {job.target.name} to {job.corpus.name}",
+        {
+            "rows": f"{total.rows}, {total.usable} usable",
+            "left out": ", ".join(f"{count} {reason}" for reason, count in summary.unusable.most_common()) or "none",
+            "supervised": f"{total.supervised_share:.1%} of the tokens of usable rows",
+            "answered now": f"{answered} conversations, {generated} tokens in {seconds:.0f} s" if now else "nothing: all were answered",
+            "speed": f"{generated / seconds:.0f} tokens/s, engine start included" if now else "-",
+            **({"not in corpus": f"{strays} answered conversations that it no longer holds; `cache` uses them"} if strays else {}),
+            **({"given up": f"{len(given_up)} conversations, for the next run to try again: {reasons}"} if given_up else {}),
+            "stored": answers.store.settings.root,
+            "card": str(card_path),
+        },
+        {
+            "target": describe(target),
+            "answers_hash": answers_hash(answers),
+            "summary": summary.to_json(),
+            "card": card,
+            "answered_now": answered,
+            "generated_tokens": generated,
+            "seconds": seconds,
+            "given_up": given_up,
+        },
+        job.result_path("regenerate"),
     )
-    return engine, sampling, settings
+    if given_up:
+        sys.exit(1)
 
 
-def _watch(bar: object, total: int) -> Callable[[Part], None]:
-    from rich.progress import Progress
+def make_card(
+    job: RegenerateJob, target: Target, answers: AnswerStore, conversations: Sequence[Conversation], summary: AnswerSummary
+) -> dict[str, Any]:
+    """The data set card: what is in the answers, of what, by whom and how; see `corpus.card.card_markdown`."""
+    asked, answered = {conversation.id for conversation in conversations}, answers.conversation_ids()
+    tokens, seconds = sum(part.answer_tokens for part in answers.parts), sum(part.seconds for part in answers.parts)
+    engines: Counter[str] = Counter()
+    for part in answers.parts:
+        engines[part.engine] += part.rows
+    return {
+        "name": f"Answers of {job.target.model} to {job.corpus.name}",
+        "rows": summary.to_json(),
+        "corpus": {
+            "name": job.corpus.name,
+            "source": job.corpus.train,
+            "conversations": len(asked),
+            "answered": len(asked & answered),
+            "not_answered": len(asked - answered),
+            "answered_but_not_in_corpus": len(answered - asked),
+        },
+        "sampling": {
+            **answers.settings["sampling"],
+            **{name: answers.settings[name] for name in ("stop_token_ids", "enable_thinking", "max_length", "seed")},
+        },
+        "target": {"name": job.target.name, **asdict(target.identity)},
+        "engines": {name: f"{count} rows" for name, count in engines.most_common()},
+        "speed": {
+            "answer_tokens": tokens,
+            "seconds": seconds,
+            "answer_tokens_per_second": tokens / seconds if seconds else None,
+            "what": "all runs together, engine starts included",
+        },
+        "made": {
+            "answers_hash": answers_hash(answers),
+            "git_revision": git_revision(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        },
+    }
 
-    assert isinstance(bar, Progress)
+
+def _watch(bar: Progress, total: int) -> Callable[[Part], None]:
     task = bar.add_task("answering", total=total, note="starting the engines")
     started, tokens, reasons = time.perf_counter(), 0, Counter[str]()
 

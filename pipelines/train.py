@@ -4,7 +4,6 @@ Resumes from its last checkpoint; a finished run with the same data and settings
 """
 
 import json
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from drafters.config import DrafterConfig, config_from_target
 from drafters.losses import LossWeights
 from pipelines.figures import save, training_figure
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
+from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
 from pipelines.report import training_points
 from pipelines.target import Target, describe
@@ -320,14 +320,6 @@ def _row(line: str) -> dict[str, Any] | None:
         return dict(json.loads(line))
     except ValueError:
         return None  # the line that a kill cut short
-
-
-def git_revision() -> str | None:
-    """Of the code that runs, where it is a checkout."""
-    done = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

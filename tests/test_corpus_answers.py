@@ -9,7 +9,8 @@ from corpus_templates import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corpus.answers import AnsweredRow, decode_answers, encode_answers, summarize, training_rows, unusable, usable
+from corpus.answers import AnsweredRow, decode_answers, encode_answers, training_rows, unusable, usable
+from corpus.card import summarize
 from corpus.errors import CorpusError
 from corpus.loops import LoopRule, is_looping
 from corpus.masked import MaskedRow, cut
@@ -109,7 +110,7 @@ def test_summary_counts_every_row_once_and_truncation_in_full():
     assert summary["looping"] == 2
     assert summary["supervised_tokens"] == 7
     assert summary["supervised_share"] == 7 / 13
-    assert summary["usable_by_source"] == {"src": 2}
+    assert summary["by_source"]["src"]["usable"] == 2
     assert summarize([], STOPS).to_json()["supervised_share"] == 0
 
 

@@ -14,12 +14,11 @@ import torch
 from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.answer_pool import GeneratorSettings, regenerate, vllm_answerers
 from actors.answers import AnswerStore, Part, answers_hash, write_part
 from actors.cluster import ClusterSettings, cluster
-from actors.engines.base import EngineSettings
-from actors.engines.vllm import AnswerSettings
+from actors.engines.base import AnswerSettings, EngineSettings
 from actors.errors import ActorError
-from actors.generator import GeneratorSettings, regenerate
 from corpus.answers import AnsweredRow
 from corpus.conversation import Conversation, Message
 from corpus.errors import CorpusError
@@ -85,7 +84,8 @@ def sampling(model: Path) -> AnswerSettings:
 
 
 def answer_all(asked: list[Conversation], answers: AnswerStore, model: Path, on_part) -> None:
-    regenerate(asked, answers, engine_settings(model), sampling(model), SETTINGS, on_part)
+    makers = vllm_answerers(1, 1, 0, engine_settings(model), sampling(model), SETTINGS, answers)
+    regenerate(asked, answers, makers, SETTINGS, on_part)
 
 
 def check_rows(rows: list[AnsweredRow], asked: list[Conversation], model: Path) -> None:
@@ -167,7 +167,7 @@ def test_what_a_killed_engine_left_undone_is_answered_by_the_next(running_ray, m
     def kill_once(part: Part) -> None:
         parts.append(part)
         if len(parts) == 1:
-            found = [p for p in psutil.Process().children(recursive=True) if (p.cmdline() or [""])[0].startswith("ray::Generator")]
+            found = [p for p in psutil.Process().children(recursive=True) if (p.cmdline() or [""])[0].startswith("ray::VllmGenerator")]
             os.kill(found[-1].pid, signal.SIGKILL)
 
     answer_all(asked, AnswerStore(store), model, kill_once)
@@ -176,8 +176,9 @@ def test_what_a_killed_engine_left_undone_is_answered_by_the_next(running_ray, m
 
 def test_an_engine_that_cannot_start_is_named_at_once(running_ray, model, tmp_path):
     answers = AnswerStore(ObjectStore(StorageSettings(str(tmp_path))))
+    makers = vllm_answerers(1, 1, 0, engine_settings(tmp_path / "missing"), sampling(model), SETTINGS, answers)
     with pytest.raises(ActorError, match=r"the answer engine cannot start: .*missing"):
-        regenerate([asks("Hello?")], answers, engine_settings(tmp_path / "missing"), sampling(model), SETTINGS, lambda part: None)
+        regenerate([asks("Hello?")], answers, makers, SETTINGS, lambda part: None)
     assert AnswerStore(answers.store).rows == 0
 
 
@@ -194,7 +195,7 @@ def filled(tmp_path) -> AnswerStore:
     answers = AnswerStore(ObjectStore(StorageSettings(str(tmp_path))))
     answers.claim({"target": "tiny", "sampling": {"temperature": 0.0}})
     for names in ("ab", "cde"):
-        answers.register(write_part(answers.store, [stored_row(name) for name in names], answers.settings))
+        answers.register(write_part(answers.store, [stored_row(name) for name in names], answers.settings, "test"), 2.0)
     return answers
 
 
@@ -202,7 +203,7 @@ def test_row_numbers_never_change(filled):
     assert [row.conversation_id for row in filled] == list("abcde")
     assert [row.conversation_id for row in AnswerStore(filled.store).read(1, 4)] == list("bcd")
     again = AnswerStore(filled.store)
-    again.register(write_part(again.store, [stored_row("f", 4)], {}))
+    again.register(write_part(again.store, [stored_row("f", 4)], {}, "test"), 1.0)
     assert [row.conversation_id for row in AnswerStore(filled.store)] == list("abcdef")
     assert [part.answer_tokens for part in again.parts] == [6, 9, 4]
     assert again.parts[1].reasons == {"stop": 3}
@@ -211,7 +212,7 @@ def test_row_numbers_never_change(filled):
 
 
 def test_a_part_without_its_index_entry_does_not_count(filled):
-    write_part(filled.store, [stored_row("x")], {})
+    write_part(filled.store, [stored_row("x")], {}, "test")
     assert AnswerStore(filled.store).rows == 5
 
 

@@ -1,10 +1,12 @@
-"""What a producer asks of a target engine, whichever it is."""
+"""What producers and generators ask of a target engine, whichever it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from corpus.answers import FAILED, LENGTH, STOP
 
 
 @dataclass(frozen=True)
@@ -41,4 +43,61 @@ class HiddenStateEngine(Protocol):
 
     def prefill(self, rows: Sequence[Sequence[int]]) -> list[Captured]:
         """Capture rows of token ids, each at most `max_length` long."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """Sampling of the target's answers."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids that the engine produced, the stop token included, and why it ended: `stop`, `length`, or `failed` for the reason given."""
+
+    token_ids: list[int]
+    finish_reason: str
+    error: str = ""
+
+
+def finished_answer(token_ids: Sequence[int], finish_reason: str) -> Answer:
+    """What an engine says of an answer; one that it aborted, whatever it calls that, has failed."""
+    if finish_reason in (STOP, LENGTH):
+        return Answer(list(token_ids), finish_reason)
+    return Answer([], FAILED, f"the engine ended the answer after {len(token_ids)} tokens with finish_reason {finish_reason!r}")
+
+
+class AnswerEngine(Protocol):
+    """Answers prompts. These go in and answers come out as token ids, so that nothing is ever tokenized twice.
+
+    Attributes:
+        name: what the data set card says of the engine.
+        max_length: tokens of prompt and answer together.
+    """
+
+    name: str
+    max_length: int
+
+    def ask(self, key: int, prompt: Sequence[int]) -> None:
+        """Hand in a prompt that leaves room for an answer."""
+        ...
+
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """Yield (key, answer) as they come, in whatever order, until none is left. More may be asked between two.
+
+        Raises:
+            EngineLost: the engine is gone; what it finished before has been yielded.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what is asked and not answered."""
         ...

@@ -4,10 +4,9 @@ Both run vLLM inside the calling process (a Ray actor). `vllm_environment` must 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from actors.engines.base import Captured, EngineSettings
+from actors.engines.base import Answer, AnswerSettings, Captured, EngineSettings, finished_answer
 from actors.engines.model_files import offline_environment
 from actors.errors import ActorError
 
@@ -121,42 +120,21 @@ class VllmPrefillEngine:
         return Captured(context=context, last_hidden=planes[self.last_plane])
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Sampling of the target's answers."""
-
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    max_new_tokens: int = 512
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Token ids that the engine produced, the stop token included, and why it ended (`stop` or `length`)."""
-
-    token_ids: list[int]
-    finish_reason: str
-
-
 class VllmAnswerEngine:
-    """Generates answers; prompts go in and answers come out as token ids, so that nothing is ever tokenized twice."""
+    """Generates answers in this process; see `AnswerEngine`."""
 
     def __init__(self, settings: EngineSettings, answers: AnswerSettings) -> None:
-        from vllm import SamplingParams
-
         self.llm = _make_llm(
             settings,
             max_model_len=settings.max_length,
             max_num_batched_tokens=max(settings.batch_tokens, settings.max_length),
             seed=answers.seed,
         )
-        self.stop_ids = frozenset(answers.stop_token_ids)
+        import vllm
+
+        self.name = f"vLLM {vllm.__version__}, {settings.dtype}"
         self.max_length = settings.max_length
-        self.sampling = SamplingParams(
+        self.sampling = vllm.SamplingParams(
             temperature=answers.temperature,
             top_p=answers.top_p,
             top_k=answers.top_k,
@@ -167,19 +145,23 @@ class VllmAnswerEngine:
             ignore_eos=False,
             detokenize=False,
         )
-        self._next = 0
+        self._key_of: dict[str, int] = {}
+        self._asked = 0
 
-    def answer(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Answer]]:
-        """Yield (index into `prompts`, answer) as requests finish, in whatever order they do."""
+    def ask(self, key: int, prompt: Sequence[int]) -> None:
         from vllm.inputs import TokensPrompt
 
-        engine, index_of = self.llm.llm_engine, {}
-        for index, prompt in enumerate(prompts):
-            request, self._next = f"answer-{self._next}", self._next + 1
-            index_of[request] = index
-            engine.add_request(request, TokensPrompt(prompt_token_ids=list(prompt)), self.sampling)
+        request, self._asked = f"answer-{self._asked}", self._asked + 1
+        self._key_of[request] = key
+        self.llm.llm_engine.add_request(request, TokensPrompt(prompt_token_ids=list(prompt)), self.sampling)
+
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     done = output.outputs[0]
-                    yield index_of[output.request_id], Answer(list(done.token_ids), str(done.finish_reason))
+                    yield self._key_of.pop(output.request_id), finished_answer(done.token_ids, str(done.finish_reason))
+
+    def close(self) -> None:
+        self.llm.llm_engine.abort_request(list(self._key_of))
