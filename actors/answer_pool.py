@@ -87,12 +87,10 @@ def endpoint_answerers(
             engine = EndpointAnswerEngine(endpoint, sampling, probe)
             return Generator(engine, template, answers.store, answers.settings, settings.part_rows, settings.enable_thinking)
 
-        return make
+        ready = [make()]
+        return lambda: ready.pop() if ready else make()
 
-    makers = [maker(endpoint) for endpoint in endpoints]
-    for make in makers:
-        make().close()
-    return makers
+    return [maker(endpoint) for endpoint in endpoints]
 
 
 RayGenerator: Any = ray.remote(max_restarts=0)(VllmGenerator)
