@@ -204,7 +204,7 @@ def make_card(
         "rows": summary.to_json(),
         "corpus": {
             "name": job.corpus.name,
-            "source": job.corpus.train,
+            "sources": ", ".join(source.name for source in job.corpus.train),
             "conversations": len(asked),
             "answered": len(asked & answered),
             "not_answered": len(asked - answered),
