@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corpus.answers import AnsweredRow, decode_answers, encode_answers, training_rows, unusable, usable
-from corpus.card import summarize
+from corpus.card import card_markdown, summarize
 from corpus.errors import CorpusError
 from corpus.loops import LoopRule, is_looping
 from corpus.masked import MaskedRow, cut
@@ -112,6 +112,38 @@ def test_summary_counts_every_row_once_and_truncation_in_full():
     assert summary["supervised_share"] == 7 / 13
     assert summary["by_source"]["src"]["usable"] == 2
     assert summarize([], STOPS).to_json()["supervised_share"] == 0
+
+
+def test_card_gives_every_figure():
+    """Each group's figures against a count by hand, in the JSON and in the tables for people."""
+    rows = [
+        AnsweredRow("a", 0, "gsm", "math", [5] * 10, [*range(10, 29), STOP], "stop"),
+        AnsweredRow("b", 0, "gsm", "math", [5] * 10, [*range(10, 29), STOP], "stop"),
+        AnsweredRow("c", 0, "mbpp", "code", [6] * 4, [3, 4], "length"),
+        AnsweredRow("d", 0, "mbpp", "code", [7] * 300, [], "failed", "the prompt's 300 tokens leave no room"),
+        AnsweredRow("e", 0, "mbpp", "code", [7] * 301, [], "failed", "the prompt's 301 tokens leave no room"),
+    ]
+    figures = summarize(rows, STOPS).to_json()
+    math = {"rows": 2, "usable": 2, "prompt_tokens": 20, "answer_tokens": 40, "usable_prompt_tokens": 20, "supervised_tokens": 40}
+    code = {"rows": 3, "usable": 0, "prompt_tokens": 605, "answer_tokens": 2, "usable_prompt_tokens": 0, "supervised_tokens": 0}
+    assert figures["by_domain"] == {"math": {**math, "supervised_share": 2 / 3}, "code": {**code, "supervised_share": 0}}
+    assert figures["by_source"] == {"gsm": figures["by_domain"]["math"], "mbpp": figures["by_domain"]["code"]}
+    assert figures["answer_lengths"] == {"0": 2, "1": 0, "2-3": 1, "4-7": 0, "8-15": 0, "16-31": 2}
+    assert (figures["same_prompts"], figures["same_answers"]) == (1, 1)
+    assert figures["failures"] == {"the prompt's N tokens leave no room": 2}
+    page = card_markdown({"name": "Answers of T to C", "rows": figures, "sampling": {"temperature": 0.7, "note": "a|b"}})
+    for line in (
+        "# Answers of T to C",
+        "| usable | 2 | 40.0% |",
+        "| truncated | 1 | 20.0% |",
+        "| math | 2 | 2 | 20 | 40 | 40 | 66.7% |",
+        "| **all** | 5 | 2 | 625 | 42 | 40 | 66.7% |",
+        "| 16-31 | 2 | 40.0% |",
+        "| the prompt's N tokens leave no room | 2 |",
+        "| temperature | 0.7 |",
+        "| note | a\\|b |",
+    ):
+        assert line in page.splitlines()
 
 
 # -- loops

@@ -263,3 +263,22 @@ def test_other_settings_are_refused_and_each_is_named(filled):
     ):
         assert told in message
     assert json.loads(filled.store.get("settings.json"))["target"] == "tiny"
+
+
+def test_a_folder_without_rows_may_be_claimed_anew(tmp_path):
+    store = ObjectStore(StorageSettings(str(tmp_path)))
+    AnswerStore(store).claim({"temperature": 0.7})
+    AnswerStore(store).claim({"temperature": 0.2})
+    assert json.loads(store.get("settings.json")) == {"temperature": 0.2}
+
+
+def test_a_second_writer_is_noticed_and_takes_nothing_away(filled):
+    late = AnswerStore(filled.store)
+    filled.register(write_part(filled.store, [stored_row("f")], {}, "test"), 1.0)
+    with pytest.raises(ActorError, match="another `regenerate` is writing"):
+        late.register(write_part(late.store, [stored_row("g"), stored_row("h")], {}, "test"), 1.0)
+    assert [row.conversation_id for row in AnswerStore(filled.store)] == list("abcdef")
+
+
+def test_parts_keep_who_answered_and_how_long_it_took(filled):
+    assert [(part.engine, part.seconds) for part in AnswerStore(filled.store).parts] == [("test", 2.0)] * 2
