@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from storage.codec import decode_plane, encode_plane, plane_codec
 from storage.contract import Contract
+from storage.disk_cache import DiskCache
 from storage.errors import CorruptShard, StorageError
 from storage.object_store import ObjectStore
 from storage.sample import Sample, supervised_rows
@@ -199,26 +200,40 @@ class _OpenShard:
         return data, entries
 
 
-def read_sample(store: ObjectStore, shard: str, entry: Entry, contract: Contract) -> Sample:
-    """One sample by one ranged GET.
+def read_sample(store: ObjectStore, shard: str, entry: Entry, contract: Contract, disk_cache: DiskCache | None = None) -> Sample:
+    """One sample, from the node's disk cache if it lies there, else by one ranged GET.
 
     Raises:
         CorruptShard: missing, short, changed or inconsistent bytes; names shard, row and cause.
         StorageUnavailable: the store cannot be reached.
     """
+    if disk_cache is None:
+        data = _fetch_message(store, shard, entry)
+    else:
+        name = hashlib.blake2b(f"{shard}\n{entry.offset}\n{entry.length}\n{entry.crc32}".encode(), digest_size=20).hexdigest()
+        data = disk_cache.read(name, lambda found: _message_problem(found, entry) == "", lambda: _fetch_message(store, shard, entry))
+    return decode_message(data, store, shard, entry, contract)
+
+
+def _fetch_message(store: ObjectStore, shard: str, entry: Entry) -> bytes:
     try:
         data = store.get_range(shard, entry.offset, entry.length)
     except FileNotFoundError:
         raise _corrupt(store, shard, entry, "the shard is missing") from None
-    return decode_message(data, store, shard, entry, contract)
+    if problem := _message_problem(data, entry):
+        raise _corrupt(store, shard, entry, problem)
+    return data
 
 
-def decode_message(data: bytes, store: ObjectStore, shard: str, entry: Entry, contract: Contract) -> Sample:
-    """The sample in the bytes of one record-batch message, checked against its entry."""
+def _message_problem(data: bytes | memoryview, entry: Entry) -> str:
+    """What is wrong with the bytes of a record-batch message; empty where they are those that were written."""
     if len(data) != entry.length:
-        raise _corrupt(store, shard, entry, f"truncated: {len(data)} of {entry.length} bytes at offset {entry.offset}")
-    if zlib.crc32(data) != entry.crc32:
-        raise _corrupt(store, shard, entry, "checksum differs: the bytes changed since they were written")
+        return f"truncated: {len(data)} of {entry.length} bytes at offset {entry.offset}"
+    return "" if zlib.crc32(data) == entry.crc32 else "checksum differs: the bytes changed since they were written"
+
+
+def decode_message(data: bytes | memoryview, store: ObjectStore, shard: str, entry: Entry, contract: Contract) -> Sample:
+    """The sample in the bytes of one record-batch message, which have the length and checksum of their entry."""
     try:
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), schema(contract))
         sample = decode_batch(batch, contract)
@@ -233,8 +248,12 @@ def decode_message(data: bytes, store: ObjectStore, shard: str, entry: Entry, co
     return sample
 
 
-def verify_shard(store: ObjectStore, info: ShardInfo) -> None:
-    """Check a whole shard: size, SHA-256, that it opens as an Arrow file, and every sample's extent and CRC-32; CorruptShard otherwise."""
+def verify_shard(store: ObjectStore, info: ShardInfo) -> memoryview:
+    """Check a whole shard: size, SHA-256, that it opens as an Arrow file, and every sample's extent and CRC-32; CorruptShard otherwise.
+
+    Returns:
+        Its bytes.
+    """
     try:
         data = store.get(info.name)
     except FileNotFoundError:
@@ -253,6 +272,7 @@ def verify_shard(store: ObjectStore, info: ShardInfo) -> None:
     for entry in info.entries:
         if zlib.crc32(view[entry.offset : entry.offset + entry.length]) != entry.crc32:
             raise _corrupt(store, info.name, entry, "checksum differs from the commit's")
+    return view
 
 
 def _corrupt(store: ObjectStore, shard: str, entry: Entry, cause: str) -> CorruptShard:

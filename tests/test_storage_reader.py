@@ -53,11 +53,11 @@ def test_prefetch_stays_within_its_bytes(local, threads, monkeypatch):
     held, largest = 0, 0
     read = reader_module.read_sample
 
-    def counted(store_, shard, entry, contract_):
+    def counted(store_, shard, entry, contract_, disk_cache):
         nonlocal held, largest
         held += entry.length + samples[entry.index].context.nbytes
         largest = max(largest, held)
-        return read(store_, shard, entry, contract_)
+        return read(store_, shard, entry, contract_, disk_cache)
 
     monkeypatch.setattr(reader_module, "read_sample", counted)
     bound = 60_000
