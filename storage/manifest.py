@@ -129,7 +129,7 @@ class Manifest:
         """Write manifest-<n>.arrow, n = number of commits covered; returns its key. Immutable: a different one of that name is an error."""
         key = f"manifest-{len(self.leases):08d}.arrow"
         if store.exists(key):
-            if _read(store, key).hash != self.hash:
+            if read_manifest(store, key).hash != self.hash:
                 raise StorageError(f"{store.url(key)} exists with other samples: commits were replaced. Delete it to compact anew")
             return key
         sink = pa.BufferOutputStream()
@@ -142,8 +142,8 @@ class Manifest:
     @classmethod
     def load(cls, store: ObjectStore, hash: str | None = None) -> "Manifest":
         """The newest manifest of a cache, or the one of the given hash; StorageError where there is none."""
-        for key in _keys(store):
-            manifest = _read(store, key)
+        for key in manifest_keys(store):
+            manifest = read_manifest(store, key)
             if hash is None or manifest.hash == hash:
                 return manifest
         wanted = f"no manifest of hash {hash}" if hash else "no manifest"
@@ -152,19 +152,33 @@ class Manifest:
     @classmethod
     def current(cls, store: ObjectStore) -> "Manifest":
         """Everything committed up to now: the newest manifest and the commits since. Empty for a cache without commits."""
-        keys = _keys(store)
-        base = _read(store, keys[0]) if keys else None
+        keys = manifest_keys(store)
+        base = read_manifest(store, keys[0]) if keys else None
         commits = read_commits(store, known=base.leases if base else ())
         return base if base and not commits else cls.from_commits(commits, base)
 
 
-def _keys(store: ObjectStore) -> list[str]:
+def split_manifest(manifest: Manifest, heldout_rows: int) -> tuple[Manifest, Manifest]:
+    """(training, held-out): the rows with the smallest content hashes are held out, whatever the order they were cached in."""
+    if heldout_rows >= len(manifest):
+        raise StorageError(f"train.heldout_rows={heldout_rows} leaves nothing of the cache's {len(manifest)} samples to train on")
+    ids = manifest.table["row_id"].to_pylist()
+    held = set(sorted(ids)[:heldout_rows])
+    mask = np.array([row_id in held for row_id in ids])
+    return (
+        Manifest(manifest.table.filter(pa.array(~mask)), manifest.leases),
+        Manifest(manifest.table.filter(pa.array(mask)), manifest.leases),
+    )
+
+
+def manifest_keys(store: ObjectStore) -> list[str]:
     """Manifests, newest first."""
     keys = [key for key in store.list("manifest-") if _NAME.fullmatch(key)]
     return sorted(keys, key=lambda key: int(key[9:-6]), reverse=True)
 
 
-def _read(store: ObjectStore, key: str) -> Manifest:
+def read_manifest(store: ObjectStore, key: str) -> Manifest:
+    """The manifest of that key; StorageError where it is damaged."""
     try:
         table = pa.ipc.open_file(pa.BufferReader(store.get(key))).read_all()
         metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
