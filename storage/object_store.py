@@ -3,7 +3,9 @@
 Object stores have no rename and no append, so the interface has neither: an object appears whole by `put`, or not at all.
 """
 
+import contextlib
 import errno
+import math
 import os
 import random
 import secrets
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -54,6 +57,15 @@ def check_key(key: str) -> str:
             f"{key!r} is not a valid object key: write a relative path such as 'shards/a.arrow', without '..' or empty parts"
         )
     return key
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object's key and bytes, and when it was written, in seconds since the epoch by the store's clock."""
+
+    key: str
+    bytes: int
+    written: float
 
 
 class ObjectStore:
@@ -200,6 +212,53 @@ class ObjectStore:
         except FileNotFoundError:
             return
 
+    def details(self, prefix: str) -> tuple[Stored, ...]:
+        """Objects in the folder `prefix`, or the one of that name, with sizes and times, unfinished local files (`.NAME.tmp`) included;
+        sorted by key. Never cached."""
+        folder = check_key(prefix.rstrip("/"))
+        if self._local is not None:
+            base, found = self._local / folder, []
+            for path in [base] if base.is_file() else [Path(top) / file for top, _, files in os.walk(base) for file in files]:
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found.append(Stored(str(path.relative_to(self._local)), stat.st_size, stat.st_mtime))
+            return tuple(sorted(found, key=lambda stored: stored.key))
+
+        def listing() -> dict[str, Any]:
+            try:
+                return dict(self._connection.filesystem().find(self._path(folder), detail=True))
+            except FileNotFoundError:
+                return {}
+
+        start = len(self._prefix.lstrip("/")) + 1
+        entries = self._retry("list", prefix, listing).items()
+        found = [Stored(path.lstrip("/")[start:], int(entry["size"]), _written(entry)) for path, entry in entries]
+        return tuple(sorted(found, key=lambda stored: stored.key))
+
+    def abort_uploads(self, prefix: str = "", before: float = math.inf) -> int:
+        """Abort multi-part uploads below `prefix` that began before that time and were never finished (their parts are stored, and paid
+        for); returns how many. None but S3 has such."""
+        if self._protocol != "s3":
+            return 0
+        bucket, _, folder = self._prefix.partition("/")
+        start = f"{folder}/{prefix}" if folder else prefix
+        aborted, marker = 0, dict[str, str]()
+        while True:
+
+            def listing(marker: dict[str, str] = marker) -> Any:
+                return self._connection.filesystem().call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start, **marker)
+
+            page = self._retry("list the uploads of", prefix, listing)
+            for upload in page.get("Uploads", []):
+                if upload["Initiated"].timestamp() < before:
+                    with contextlib.suppress(FileNotFoundError):
+                        names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        self._connection.filesystem().call_s3("abort_multipart_upload", **names)
+                    aborted += 1
+            if not page.get("IsTruncated"):
+                return aborted
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
     def check_writable(self) -> None:
         """Write and delete a small probe, so that a long job finds out before it starts; StorageUnavailable if it cannot."""
         key = f".probe-{secrets.token_hex(6)}"
@@ -270,6 +329,14 @@ class ObjectStore:
             raise FileNotFoundError(f"there is no {self.url(key)}") from None
         except OSError as error:
             raise StorageUnavailable(f"cannot read {path}: {error.strerror or error}; check the disk and the permissions") from error
+
+
+def _written(entry: dict[str, Any]) -> float:
+    """When an object was written; now, where this file system does not tell: what may be new is never taken for old."""
+    when = entry.get("LastModified") or entry.get("updated") or entry.get("mtime") or entry.get("created")
+    if isinstance(when, datetime):
+        return when.timestamp()
+    return float(when) if isinstance(when, int | float) else time.time()
 
 
 class _Connection:
