@@ -248,7 +248,10 @@ class ObjectStore:
             def listing(marker: dict[str, str] = marker) -> Any:
                 return self._connection.filesystem().call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start, **marker)
 
-            page = self._retry("list the uploads of", prefix, listing)
+            try:
+                page = self._retry("list the uploads of", prefix, listing)
+            except FileNotFoundError:  # what some servers say where there are none
+                return aborted
             for upload in page.get("Uploads", []):
                 if upload["Initiated"].timestamp() < before:
                     with contextlib.suppress(FileNotFoundError):

@@ -3,12 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
 from storage.contract import Contract
 from storage.disk_cache import DiskCache
-from storage.errors import StorageError
+from storage.errors import StorageError, StorageUnavailable
 from storage.object_store import ObjectStore
 from storage.sample import Sample
 from storage.shard import Entry, read_sample
@@ -41,6 +41,7 @@ class SampleReader:
         threads: how many ranged reads and decodes run at once.
         prefetch_bytes: bound on encoded plus decoded bytes of samples that were requested and not yet handed over. A single sample
             larger than that is still read, alone.
+        stall_seconds: how long the consumer waits for one sample; longer than a store takes to fail by itself after all its attempts.
         disk_cache: of the node, if there is one.
     """
 
@@ -51,12 +52,14 @@ class SampleReader:
         entries: Entries,
         threads: int = 4,
         prefetch_bytes: int = 256 * 2**20,
+        stall_seconds: float = 900,
         disk_cache: DiskCache | None = None,
     ) -> None:
         if threads < 1 or prefetch_bytes < 1:
             raise StorageError(f"a reader needs at least one thread and one byte of prefetch, not {threads} and {prefetch_bytes}")
         self._store, self._contract, self._entries = store, contract, entries
         self._prefetch_bytes, self._disk_cache = prefetch_bytes, disk_cache
+        self._stall_seconds, self._stalled = stall_seconds, False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reader")
         self.wait_seconds = 0.0
         """How long the consumer waited for data, in all."""
@@ -78,7 +81,7 @@ class SampleReader:
 
         Raises:
             CorruptShard: names shard, row and cause; nothing is skipped silently.
-            StorageUnavailable: the store cannot be reached.
+            StorageUnavailable: the store cannot be reached, or hangs.
         """
         upcoming = iter(positions)
         ahead: deque[tuple[Future[Sample], _Wanted]] = deque()
@@ -87,7 +90,7 @@ class SampleReader:
         try:
             while True:
                 while len(ahead) < _MOST_AHEAD:
-                    following = following or self._ask(upcoming, wait=not ahead)
+                    following = following or self._ask(upcoming, patient=not ahead)
                     if following is None or (ahead and in_flight + following.size > self._prefetch_bytes):
                         break
                     ahead.append((self._submit(following), following))
@@ -98,6 +101,13 @@ class SampleReader:
                     return
                 future, wanted = ahead.popleft()
                 started = time.perf_counter()
+                if future not in wait([future], self._stall_seconds).done:
+                    self._stalled = True
+                    where = f"row {wanted.entry.row_id} has not come from {self._store.url(wanted.shard)}"
+                    raise StorageUnavailable(
+                        f"{where} for {self._stall_seconds:.0f} s, nor an error: the storage hangs ({len(ahead)} more rows wait behind). "
+                        "Check the mount or the server, then run this again."
+                    )
                 sample = future.result()
                 self.wait_seconds += time.perf_counter() - started
                 self.read_bytes += wanted.entry.length
@@ -110,16 +120,16 @@ class SampleReader:
 
     def close(self) -> None:
         """Stop the threads; streams that are still open end with an error."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=not self._stalled, cancel_futures=True)
 
-    def _ask(self, upcoming: Iterator[int | None], wait: bool) -> _Wanted | None:
-        """What is to be read next; None at the end, and where it is not known yet unless told to wait for it."""
+    def _ask(self, upcoming: Iterator[int | None], patient: bool) -> _Wanted | None:
+        """What is to be read next; None at the end, and where it is not known yet unless `patient`."""
         started = time.perf_counter()
         try:
             for position in upcoming:
                 if position is not None:
                     return self._wanted(position)
-                if not wait:
+                if not patient:
                     return None
                 time.sleep(_ASK_AGAIN_SECONDS)
             return None
