@@ -6,11 +6,16 @@ from typing import Any
 from drafters.config import DrafterConfig
 from drafters.losses import LossWeights
 from storage.contract import Contract
+from storage.follow import FollowSettings
 from storage.object_store import ObjectStore
 
 CHECKPOINTS = "checkpoints"
 # What may change between a run's start and its resumption, since it does not change its result.
-_NOT_DECISIVE = ("log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "micro_batch")
+_NOT_DECISIVE = (
+    "log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "disk_cache", "disk_cache_gib", "micro_batch"
+)  # fmt: skip
+FOLLOWS = "follows"
+"""In place of a manifest's hash: the run records by itself what it takes from a growing cache."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class TrainSettings:
         warmup: share of the steps in which the learning rate rises; after them it falls by a cosine to zero.
         head_start: the sequential head starts at `random`, or as the `target`'s own next-token logits after each single token.
         compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
+        disk_cache: folder on each node for samples that were read, of at most `disk_cache_gib` GiB; 0 is none.
         heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
     """
 
@@ -47,6 +53,8 @@ class TrainSettings:
     checkpoint_every: int
     prefetch_mib: int
     reader_threads: int
+    disk_cache: str = ""
+    disk_cache_gib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class TrainRecipe:
     model: str
     drafter: DrafterConfig
     settings: TrainSettings
+    follow: FollowSettings | None = None
 
 
 def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import ray
 import torch
 import torch.distributed as dist
@@ -24,9 +23,11 @@ from drafters.anchors import sample_anchors
 from drafters.batch import SampleTensors, TrainBatch, pack
 from drafters.drafter import Metrics
 from storage.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
-from storage.manifest import Manifest
+from storage.disk_cache import DiskCache, DiskCacheSettings
+from storage.follow import FollowOrder
+from storage.manifest import Manifest, split_manifest
 from storage.order import ReadingOrder, anchor_seed, rank_slots
-from storage.reader import SampleReader
+from storage.reader import Entries, SampleReader
 from storage.sample import Sample
 
 # Held-out rows draw the same anchors at every scoring.
@@ -56,10 +57,22 @@ class Worker:
             weight_decay=self.settings.weight_decay,
             fused=True,
         )
-        manifest = Manifest.load(recipe.cache, recipe.manifest_hash)
-        self.training, self.heldout = split_manifest(manifest, self.settings.heldout_rows)
-        self.order = ReadingOrder(self.training, self.settings.seed)
         self.step = 0
+        self.order: ReadingOrder | FollowOrder
+        self.training: Entries
+        if recipe.follow is None:
+            manifest = Manifest.load(recipe.cache, recipe.manifest_hash)
+            self.training, self.heldout = split_manifest(manifest, self.settings.heldout_rows)
+            self.order = ReadingOrder(self.training, self.settings.seed)
+        else:
+            self.order = self.training = FollowOrder(
+                recipe.cache, recipe.run, recipe.follow, self.settings.seed, self.settings.heldout_rows, rank == 0, self._tell
+            )
+            self.heldout = self.order.wait_for_heldout()
+        self.disk_cache: DiskCache | None = None
+        if self.settings.disk_cache_gib:
+            settings = DiskCacheSettings(self.settings.disk_cache, int(self.settings.disk_cache_gib * 2**30))
+            self.disk_cache = DiskCache(settings, self._tell)
 
     def run(self) -> None:
         """Train from the newest checkpoint to the last step."""
@@ -97,15 +110,18 @@ class Worker:
 
     # One step
 
-    def _positions(self, start: int) -> Iterator[int]:
-        """This rank's samples from step `start` to the end, in reading order."""
+    def _positions(self, start: int) -> Iterator[int | None]:
+        """This rank's samples from step `start` to the end, in reading order; None while a growing cache does not hold the next ones."""
         for step in range(start, self.settings.steps):
-            _, positions = self.order.global_batch(step, self.settings.global_batch)
-            yield from rank_slots(positions, self.rank, self.world).tolist()
+            while (batch := self.order.global_batch(step, self.settings.global_batch)) is None:
+                yield None
+            yield from rank_slots(batch[1], self.rank, self.world).tolist()
 
     def _next_batches(self, samples: Iterator[Sample]) -> tuple[list[TrainBatch], int, int]:
-        epoch, positions = self.order.global_batch(self.step, self.settings.global_batch)
-        share = [next(samples) for _ in rank_slots(positions, self.rank, self.world)]
+        share = [next(samples) for _ in rank_slots(np.arange(self.settings.global_batch), self.rank, self.world)]
+        batch = self.order.global_batch(self.step, self.settings.global_batch)
+        assert batch is not None  # its samples are here
+        epoch = batch[0]
         groups = [share[start : start + self.settings.micro_batch] for start in range(0, len(share), self.settings.micro_batch)]
         return [self._pack(group, epoch) for group in groups], epoch, sum(len(sample.input_ids) for sample in share)
 
@@ -176,9 +192,15 @@ class Worker:
                 totals.add(self.drafter.training_step(batch, self.settings.weights, self.settings.decay, 1.0)[1])
         self._post(totals, "heldout/")
 
-    def _reader(self, manifest: Manifest) -> SampleReader:
+    def _tell(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self.board is not None:
+            self.board.post.remote({"step": self.step, "notice": f"rank {self.rank}: {text}"})
+
+    def _reader(self, entries: Entries) -> SampleReader:
         settings = self.settings
-        return SampleReader(self.recipe.cache, self.recipe.contract, manifest, settings.reader_threads, settings.prefetch_mib << 20)
+        threads, prefetch = settings.reader_threads, settings.prefetch_mib << 20
+        return SampleReader(self.recipe.cache, self.recipe.contract, entries, threads, prefetch, disk_cache=self.disk_cache)
 
     def _save(self) -> None:
         if self.rank == 0:
@@ -240,19 +262,6 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(steps - rising, 1)))
-
-
-def split_manifest(manifest: Manifest, heldout_rows: int) -> tuple[Manifest, Manifest]:
-    """(training, held-out): the rows with the smallest content hashes are held out, whatever the order they were cached in."""
-    if heldout_rows >= len(manifest):
-        raise ActorError(f"train.heldout_rows={heldout_rows} leaves nothing of the cache's {len(manifest)} samples to train on")
-    ids = manifest.table["row_id"].to_pylist()
-    held = set(sorted(ids)[:heldout_rows])
-    mask = np.array([row_id in held for row_id in ids])
-    return (
-        Manifest(manifest.table.filter(pa.array(~mask)), manifest.leases),
-        Manifest(manifest.table.filter(pa.array(mask)), manifest.leases),
-    )
 
 
 def to_tensors(sample: Sample) -> SampleTensors:

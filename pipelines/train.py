@@ -15,9 +15,9 @@ import torch
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.answers import AnswerStore
 from actors.cluster import cluster
-from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings, recipe_facts
-from actors.trainer import split_manifest
+from actors.train_recipe import CHECKPOINTS, FOLLOWS, TrainRecipe, TrainSettings, recipe_facts
 from actors.training import run_training
 from drafters.config import DrafterConfig, config_from_target
 from drafters.losses import LossWeights
@@ -30,7 +30,8 @@ from pipelines.target import Target, describe
 from pipelines.tracking import TrackingConfig, tracker
 from storage.checkpoint import DrafterFiles, has_checkpoint, load_checkpoint, save_drafter
 from storage.contract import DraftLayout, load_contract, require_match
-from storage.manifest import Manifest
+from storage.follow import FollowSettings
+from storage.manifest import Manifest, split_manifest
 from storage.object_store import ObjectStore
 from storage.target_files import read_model_config
 
@@ -82,19 +83,27 @@ class TrainConfig(BaseModel):
     checkpoint_every: int = Field(ge=1)
     prefetch_mib: int = Field(ge=1)
     reader_threads: int = Field(ge=1)
+    disk_cache: str
+    disk_cache_gib: float = Field(ge=0)
+    follow: bool
+    follow_patience_minutes: float = Field(gt=0)
 
-    def settings(self, samples: int) -> TrainSettings:
-        """With the number of steps worked out for `samples` training samples.
+    def settings(self, samples: int | None) -> TrainSettings:
+        """With the number of steps worked out for `samples` training samples; None where a growing cache leaves them open.
 
         Raises:
             JobError: no or both of steps and epochs, or a batch larger than the data.
         """
+        if samples is None and self.steps is None:
+            raise JobError(
+                "train.follow=true needs train.steps (and train.epochs=null): how long an epoch is shows when the cache is complete"
+            )
         if (self.steps is None) == (self.epochs is None):
             raise JobError("give either train.steps or train.epochs, and null for the other")
-        if self.global_batch > samples:
+        if samples is not None and self.global_batch > samples:
             raise JobError(f"train.global_batch={self.global_batch} is more than the {samples} samples there are to train on")
-        values = self.model_dump(exclude={"epochs", "loss", "steps"})
-        steps = self.steps or max(int(float(self.epochs or 0) * (samples // self.global_batch)), 1)
+        values = self.model_dump(exclude={"epochs", "loss", "steps", "follow", "follow_patience_minutes"})
+        steps = self.steps or max(int(float(self.epochs or 0) * ((samples or 0) // self.global_batch)), 1)
         return TrainSettings(steps=steps, weights=LossWeights(**self.loss.model_dump()), **values)
 
 
@@ -136,7 +145,8 @@ def main(cfg: DictConfig) -> None:
     seconds = time.perf_counter() - started
     save(training_figure(training_points(metrics.rows)), folder / "training.png")
     last = metrics.latest()
-    settings, manifest = recipe.settings, Manifest.load(recipe.cache, recipe.manifest_hash)
+    settings = recipe.settings
+    manifest = Manifest.current(recipe.cache) if recipe.follow else Manifest.load(recipe.cache, recipe.manifest_hash)
     trained = settings.steps - done
     finish(
         f"drafter {job.run.name} for {job.target.name}",
@@ -175,9 +185,14 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
             f"{cache.settings.root} holds layers {list(contract.capture.layer_ids)}, this run asks for {list(target.layer_ids)}. "
             f"Use target.layer_ids={list(contract.capture.layer_ids)}, or build another cache."
         )
-    manifest = Manifest.current(cache)
-    manifest.save(cache)
-    training, _ = split_manifest(manifest, job.train.heldout_rows)
+    if job.train.follow:
+        rows = AnswerStore(store.child(job.places.answers)).rows
+        follow, manifest_hash, samples = FollowSettings(rows, 60 * job.train.follow_patience_minutes), FOLLOWS, None
+    else:
+        manifest = Manifest.current(cache)
+        manifest.save(cache)
+        training, _ = split_manifest(manifest, job.train.heldout_rows)
+        follow, manifest_hash, samples = None, manifest.hash, len(training)
     config: DrafterConfig = config_from_target(
         read_model_config(target.folder),
         len(contract.capture.layer_ids),
@@ -188,10 +203,11 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         cache=cache,
         run=store.child(job.places.run(job.run.name)),
         contract=contract,
-        manifest_hash=manifest.hash,
+        manifest_hash=manifest_hash,
         model=str(target.folder),
         drafter=config,
-        settings=job.train.settings(len(training)),
+        settings=job.train.settings(samples),
+        follow=follow,
     )
 
 
@@ -247,6 +263,9 @@ def train(job: TrainJob, recipe: TrainRecipe, metrics: "MetricsFile", folder: Pa
         task = bar.add_task("training", total=recipe.settings.steps, completed=metrics.step, note="starting the workers")
 
         def on_row(row: dict[str, Any]) -> None:
+            if "notice" in row:
+                notices.print(row["notice"], markup=False)
+                return
             metrics.append(row)
             track(row)
             bar.update(task, completed=row["step"], note=_note(metrics.latest()))

@@ -18,15 +18,15 @@ from tiny_models import HIDDEN, LAYERS, VOCABULARY, write_tiny_model
 
 from actors.errors import ActorError
 from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings
-from actors.trainer import Worker, schedule, split_manifest
+from actors.trainer import Worker, schedule
 from actors.training import run_training
 from drafters.config import config_from_target
 from drafters.losses import LossWeights
 from storage.checkpoint import load_checkpoint
 from storage.commits import Commit, lease_id, write_commit
 from storage.contract import Capture, Contract, ensure_contract
-from storage.errors import CorruptShard
-from storage.manifest import Manifest
+from storage.errors import CorruptShard, StorageError
+from storage.manifest import Manifest, split_manifest
 from storage.object_store import ObjectStore, StorageSettings
 from storage.sample import Sample, supervised_rows
 from storage.shard import ShardWriter, encode_sample
@@ -282,7 +282,7 @@ def test_held_out_rows_do_not_depend_on_the_order_of_caching(cache: ObjectStore)
         assert set(ids(heldout)) == set(ids(other_heldout))
         assert set(ids(training)) == set(ids(other_training))
         assert set(ids(training)) | set(ids(heldout)) == set(table["row_id"])
-    with pytest.raises(ActorError, match=re.escape(f"leaves nothing of the cache's {ROWS} samples")):
+    with pytest.raises(StorageError, match=re.escape(f"leaves nothing of the cache's {ROWS} samples")):
         split_manifest(manifest, ROWS)
 
 
