@@ -1,6 +1,7 @@
 """Cache the target's hidden states for the answered corpus: `python -m pipelines.cache target=qwen3_8b`.
 
-Resumes after any crash, and extends a finished cache by what `regenerate` has added.
+Resumes after any crash, and extends a finished cache by what `regenerate` has added. `--stat` says what is in it, `--verify` whether it is
+whole, `--gc` removes what belongs to nobody.
 """
 
 import sys
@@ -20,6 +21,8 @@ from actors.cluster import cluster
 from actors.engines.base import EngineSettings
 from actors.ledger import LedgerSettings, LedgerStatus, committed_status
 from actors.producer import CacheRecipe, ProducerSettings, run_cache
+from actors.recheck import RecheckRecipe
+from pipelines.cache_upkeep import UpkeepConfig, gc, require_cache, stat, verify
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
 from pipelines.machine import engine_count
 from pipelines.target import Target, describe
@@ -27,6 +30,7 @@ from storage.commits import read_commits
 from storage.contract import MASK_RULE, MASK_RULE_TRUNCATED, Capture, Contract, ensure_contract
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
+from storage.upkeep import published_bytes
 
 
 class CacheConfig(BaseModel):
@@ -60,9 +64,11 @@ class LeaseConfig(BaseModel):
 
 
 class CacheJob(Job):
+    mode: Literal["build", "stat", "verify", "gc"]
     cache: CacheConfig
     producer: ProducerConfig
     lease: LeaseConfig
+    upkeep: UpkeepConfig
 
 
 @hydra.main(config_path="../conf", config_name="cache", version_base=None)
@@ -70,6 +76,9 @@ class CacheJob(Job):
 def main(cfg: DictConfig) -> None:
     job = CacheJob.from_config(cfg)
     store = job.open_store()
+    if job.mode != "build":
+        look_after(job, store)
+        return
     answers = AnswerStore(store.child(job.places.answers))
     if not answers.rows:
         raise JobError(
@@ -87,6 +96,21 @@ def main(cfg: DictConfig) -> None:
             task = bar.add_task("caching", total=answers.rows, note="starting the engines")
             status, reports = run_cache(recipe, answers.rows, ledger, _watch(bar, task, status.tokens))
     summarize(job, target, cache, status, reports, time.perf_counter() - started)
+
+
+def look_after(job: CacheJob, store: ObjectStore) -> None:
+    """The modes that cache nothing."""
+    cache, result = store.child(job.places.cache), job.result_path(f"cache_{job.mode}")
+    require_cache(cache)
+    if job.mode == "stat":
+        stat(cache, job.upkeep, result)
+    elif job.mode == "gc":
+        gc(cache, job.upkeep, result)
+    else:
+        answers, target = AnswerStore(store.child(job.places.answers)), job.target.resolve(notices.print)
+        made = make_recipe(job, target, cache, answers.store)
+        recheck = RecheckRecipe(cache, made.contract, made.engine, made.settings.cpus, made.settings.gpus)
+        verify(cache, answers, target, recheck, job.cluster, job.upkeep, result)
 
 
 def _watch(bar: Progress, task: TaskID, tokens_before: int) -> Callable[[LedgerStatus], None]:
@@ -150,7 +174,7 @@ def summarize(
     manifest.save(cache)
     skipped = Counter(row.reason for commit in commits for row in commit.skipped)
     tokens = max(status.tokens, 1)
-    published = 12 * target.identity.hidden_size + 6  # five layers and the last hidden state in bf16, ids and mask
+    published = published_bytes(len(target.layer_ids), target.identity.hidden_size)
     worked = sum(report["tokens"] for report in reports)
     rate = f"{worked / seconds:.0f} tokens/s, engine start included" if worked else "nothing to do: all rows were cached"
     failed = [asdict(failure) for failure in status.failed]
@@ -160,7 +184,7 @@ def summarize(
             "rows": f"{status.cached} cached, {status.skipped} skipped" + (f", {status.rows - status.done} failed" if failed else ""),
             "skipped": ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()) or "none",
             "tokens": str(status.tokens),
-            "bytes a token": f"{status.bytes / tokens:.0f} ({status.bytes / tokens / published:.2f} of 12H+6), codec {job.cache.codec}",
+            "bytes a token": f"{status.bytes / tokens:.0f} ({status.bytes / tokens / published:.2f} of published), codec {job.cache.codec}",
             "speed": rate,
             "manifest": manifest.hash,
             "stored": cache.settings.root,
@@ -187,4 +211,4 @@ def summarize(
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, {f"--{mode}": f"mode={mode}" for mode in ("stat", "verify", "gc")})

@@ -144,10 +144,15 @@ def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]
     return run
 
 
-def launch(main: Callable[[], None]) -> None:
-    """Run a Hydra `main`, accepting a target in any usual spelling (`target=Qwen/Qwen3-8B`), and `--show N` for `show=N`."""
+def launch(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
+    """Run a Hydra `main`, accepting a target in any usual spelling (`target=Qwen/Qwen3-8B`), and `--show N` for `show=N`.
+
+    Args:
+        flags: overrides that may be written as a flag too, e.g. `--stat` for `mode=stat`.
+    """
     try:
-        sys.argv[1:] = as_overrides(_with_show(sys.argv[1:]))
+        arguments = [(flags or {}).get(argument, argument) for argument in sys.argv[1:]]
+        sys.argv[1:] = as_overrides(_with_show(arguments))
     except (UnknownTarget, JobError) as error:
         tell(error)
         sys.exit(2)

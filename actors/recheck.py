@@ -1,0 +1,131 @@
+"""Stored hidden states against what the engine computes now: the part of `cache --verify` that reading bytes cannot do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+from torch import Tensor
+
+from actors.cluster import death_reason
+from actors.engines.base import EngineSettings
+from actors.engines.make import make_engine
+from actors.engines.vllm import vllm_environment
+from actors.errors import ActorError
+from drafters.family import family_of
+from drafters.target_head import TargetHead
+from storage.contract import Contract
+from storage.object_store import ObjectStore
+from storage.sample import Sample
+from storage.shard import Entry, read_sample
+from storage.target_files import load_head_weights, read_model_config
+
+# bf16 engines are not bit-stable across batch shapes. A row's plane may differ by this share of its norm; e4m3 adds about 0.03 of its own.
+# Other tokens' states, or those of another layer, differ by 1 or so.
+TOLERANCE = {"raw": 0.05, "lossless": 0.05, "fp8": 0.08}
+LEAST_AGREEMENT = 0.95
+"""Share of the target's next tokens (its most probable one) that stored and recomputed last hidden states must agree on."""
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """One row recomputed.
+
+    Attributes:
+        error: norm of the difference over the norm, of the worst plane of the row.
+        agreeing, predicted: next tokens on which both last hidden states agree, of how many.
+    """
+
+    row_id: str
+    index: int
+    error: float
+    agreeing: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class RecheckRecipe:
+    """What the actor needs; no tensor among it."""
+
+    cache: ObjectStore
+    contract: Contract
+    engine: EngineSettings
+    cpus: int
+    gpus: float
+
+
+class Rechecker:
+    """Holds one engine and the target's head."""
+
+    def __init__(self, recipe: RecheckRecipe) -> None:
+        self.recipe = recipe
+        self.engine = make_engine(recipe.engine)
+        weights, config = load_head_weights(recipe.engine.model), read_model_config(recipe.engine.model)
+        rows, hidden = weights.embedding.shape
+        dtype = torch.float32 if recipe.engine.dtype == "float32" else torch.bfloat16
+        head = TargetHead(rows, hidden, config["rms_norm_eps"], family_of(config), dtype)
+        self.head = head.load(weights.embedding, weights.final_norm, weights.lm_head)
+
+    def check(self, rows: Sequence[tuple[str, Entry]]) -> list[RowCheck]:
+        """Recompute the samples at (shard, entry), one by one."""
+        return [self._check(entry, read_sample(self.recipe.cache, shard, entry, self.recipe.contract)) for shard, entry in rows]
+
+    @torch.inference_mode()
+    def _check(self, entry: Entry, sample: Sample) -> RowCheck:
+        (states,) = self.engine.prefill([sample.input_ids.tolist()])
+        kept = torch.from_numpy(sample.last_rows).long()
+        ours = [*states.context.float(), states.last_hidden.float()[kept]]
+        theirs = [*_floats(sample.context), _floats(sample.last_hidden)]
+        error = max(_relative(a, b) for a, b in zip(ours, theirs, strict=True))
+        same = self._next_tokens(ours[-1]) == self._next_tokens(theirs[-1])
+        return RowCheck(entry.row_id, entry.index, error, int(same.sum()), len(same))
+
+    def _next_tokens(self, last_hidden: Tensor) -> Tensor:
+        """[R, H] -> [R], some rows at a time: logits of a long row over a large vocabulary are gigabytes."""
+        parts = [self.head.logits(part).argmax(dim=-1) for part in last_hidden.split(256)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
+
+RecheckActor: Any = ray.remote(max_restarts=0)(Rechecker)
+
+
+def recheck_rows(recipe: RecheckRecipe, rows: Sequence[tuple[str, Entry]]) -> list[RowCheck]:
+    """Recompute rows in an actor that holds the engine.
+
+    Raises:
+        ActorError: the engine cannot start, or died.
+    """
+    environment = {"env_vars": vllm_environment(recipe.engine)}
+    actor = RecheckActor.options(num_cpus=recipe.cpus, num_gpus=recipe.gpus, runtime_env=environment).remote(recipe)
+    try:
+        return list(ray.get(actor.check.remote(list(rows))))
+    except RayActorError as error:
+        raise ActorError(f"the engine that recomputes rows cannot run: {death_reason(error)}") from error
+
+
+def recheck_problems(checks: Sequence[RowCheck], codec: str) -> list[str]:
+    """What is wrong with recomputed rows, one line each."""
+    most = TOLERANCE[codec]
+    problems = [
+        f"row {check.row_id} (index {check.index}): its stored states differ from the engine's by {check.error:.3f} of their norm, "
+        f"more than {most}: they belong to other tokens or to another model"
+        for check in checks
+        if not check.error <= most
+    ]
+    agreeing, predicted = sum(check.agreeing for check in checks), sum(check.predicted for check in checks)
+    if agreeing < LEAST_AGREEMENT * predicted:
+        problems.append(
+            f"stored and recomputed last hidden states agree on {agreeing} of {predicted} next tokens, fewer than {LEAST_AGREEMENT:.0%}"
+        )
+    return problems
+
+
+def _floats(bits: Any) -> Tensor:
+    return torch.from_numpy(bits).view(torch.bfloat16).float()
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm of what was computed now; 0 for planes without rows."""
+    return float((ours - theirs).norm() / ours.norm()) if ours.numel() else 0.0
