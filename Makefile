@@ -8,7 +8,7 @@ MODEL ?= smollm2_135m
 CORPUS ?= $(basename $(notdir $(PROMPTS)))
 ARGS ?=
 
-.PHONY: help setup demo clean-demo corpus prepare regenerate cache train evaluate doctor test test-all lint format
+.PHONY: help setup demo clean-demo plan corpus prepare regenerate cache train evaluate doctor test test-all lint format
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,6 +33,9 @@ demo: setup ## the whole pipeline on SmolLM2-135M: about eleven minutes on two c
 
 clean-demo: ## remove the demo's output
 	rm -rf outputs/demo
+
+plan: setup ## bytes, hours, network and cost of a cache for MODEL, before anything runs
+	@$(RUN) -m pipelines.plan 'target=$(MODEL)' $(ARGS)
 
 prepare regenerate train evaluate: setup
 	@$(RUN) -m pipelines.$@ 'target=$(MODEL)' $(ARGS)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.engines.model_files import Notify, resolve_model
+from actors.errors import ActorError
 from corpus.template import ChatTemplate
 from storage.contract import TargetIdentity
 from storage.target_files import read_model_config, target_identity
@@ -42,6 +43,8 @@ class TargetConfig(BaseModel):
     name: str
     model: str
     revision: str | None
+    hidden_size: int | None
+    num_layers: int | None
     layer_ids: tuple[int, ...] | None
     mask_token: int | str | None
     model_cache: str
@@ -67,6 +70,9 @@ class TargetConfig(BaseModel):
         config = read_model_config(folder)
         template = ChatTemplate(folder)
         layers = int(config["num_hidden_layers"])
+        for name, known, found in (("hidden_size", self.hidden_size, config["hidden_size"]), ("num_layers", self.num_layers, layers)):
+            if known not in (None, found):
+                raise UnknownTarget(f"target.{name}={known}, but {folder / 'config.json'} says {found}: correct the one or the other")
         layer_ids = tuple(sorted(self.layer_ids)) if self.layer_ids is not None else default_layer_ids(layers)
         # The final layer is not allowed: its output is what `last_hidden` already holds.
         wrong = [layer for layer in layer_ids if not -1 <= layer < layers - 1]
@@ -76,6 +82,22 @@ class TargetConfig(BaseModel):
         if self.layer_ids is None or self.mask_token is None:
             notify(f"derived for {self.name}: layer_ids={list(layer_ids)}, mask token id {mask}")
         return Target(self, folder, target_identity(folder, self.model, self.revision), layer_ids, mask, template)
+
+    def shape(self, notify: Notify) -> tuple[int, int]:
+        """(hidden size, captured layers) without any weights: from the conf, else from the model's own config.json.
+
+        Raises:
+            ActorError: neither is to be had.
+        """
+        hidden, layers = self.hidden_size, self.num_layers
+        if hidden is None or layers is None:
+            try:
+                folder = resolve_model(self.model, self.revision, self.model_cache, notify, weights=False)
+            except ActorError as error:
+                raise ActorError(f"{error} Or say its size: target.hidden_size=... and target.num_layers=...") from error
+            config = read_model_config(folder)
+            hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        return hidden, len(self.layer_ids if self.layer_ids is not None else default_layer_ids(layers))
 
 
 @dataclass(frozen=True)
