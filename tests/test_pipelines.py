@@ -135,7 +135,72 @@ def test_cache_by_transformers_and_training_on_s3(chain: Chain, s3: S3Server, tm
     assert not list(tmp_path.rglob("*.arrow")), "no part of the cache on the local disk"
 
 
-@pytest.mark.parametrize("job", [*JOBS, "doctor", "demo"])
+def test_stat_says_what_is_in_the_cache(chain: Chain, here: Here) -> None:
+    code, output, errors = here.run("cache", chain.shop.overrides("cache", "mode=stat"))
+    assert (code, errors) == (0, "")
+    result, built = result_of(output), chain.results["cache"]
+    for ours, theirs in (("rows", "cached"), ("tokens", "tokens"), ("bytes", "bytes"), ("manifest", "manifest"), ("skipped", "skipped")):
+        assert result[ours] == built[theirs]
+    assert result["published_bytes_per_token"] == 12 * 128 + 6
+    assert sum(found["rows"] for found in result["lengths"]) == built["cached"]
+    assert sum(result["column_bytes_per_token"].values()) == pytest.approx(result["bytes_per_token"], rel=0.1)
+
+
+def test_verify_recomputes_rows_by_another_engine_and_finds_damage(chain: Chain, here: Here, tmp_path: Path) -> None:
+    result, _ = run("cache", [*chain.shop.overrides("cache", "producer.engine=hf", "upkeep.verify_rows=6"), "--verify"])
+    assert result["problems"] == []
+    assert result["samples"] == chain.results["cache"]["cached"]
+    assert len(result["recomputed"]) == 6
+    broken = copied(chain.shop, tmp_path)
+    shard = next((broken.stored / "cache" / "shards").iterdir())
+    os.truncate(shard, shard.stat().st_size - 8)
+    overrides = broken.overrides("cache", "mode=verify", "upkeep.verify_rows=0", f"target={chain.shop.folder / 'tiny llama'}")
+    code, output, errors = here.run("cache", overrides)
+    assert code == 1
+    assert [line for line in errors.splitlines() if line.startswith("error: ") and shard.name in line and "truncated" in line]
+    assert len(result_of(output)["problems"]) == 1
+    overrides = chain.shop.overrides("cache", "mode=verify", "target.name=tiny_llama", target="other")
+    code, output, errors = here.run("cache", overrides)
+    assert code == 1
+    assert "contract: target.weights_fingerprint is" in errors
+
+
+def test_gc_removes_only_what_is_old_and_uncommitted(chain: Chain, here: Here, tmp_path: Path) -> None:
+    shop = copied(chain.shop, tmp_path)
+    shards = shop.stored / "cache" / "shards"
+    committed = {path.name for path in shards.iterdir()}
+    for name in ("old", "new"):
+        (shards / f"{name}.arrow").write_bytes(b"left by a producer that died")
+    os.utime(shards / "old.arrow", (1e9, 1e9))
+    code, output, _ = here.run("cache", shop.overrides("cache", "mode=gc", f"target={chain.shop.folder / 'tiny llama'}"))
+    assert code == 0
+    assert (result_of(output)["removed"], result_of(output)["kept"]) == (["shards/old.arrow"], ["shards/new.arrow"])
+    assert {path.name for path in shards.iterdir()} == {*committed, "new.arrow"}
+
+
+@pytest.mark.parametrize("mode", ["stat", "verify", "gc"])
+def test_there_must_be_a_cache_to_look_after(chain: Chain, here: Here, tmp_path: Path, mode: str) -> None:
+    told = here.refused("cache", chain.shop.overrides("cache", f"mode={mode}", f"output={tmp_path}"), tmp_path)
+    assert "not a target cache" in told
+
+
+def test_train_follows_a_cache_and_says_what_it_needs(chain: Chain, here: Here) -> None:
+    told = here.refused(
+        "train", chain.shop.overrides("train", "train.follow=true", "train.steps=null", "train.epochs=2"), chain.shop.stored
+    )
+    assert "train.steps" in told
+    disk = chain.shop.folder / "node"
+    follow = ["run.name=followed", "train.follow=true", "train.disk_cache_gib=0.1", f"train.disk_cache={disk}", "tracking=none"]
+    result, _ = run("train", chain.shop.overrides("train", *follow))
+    assert result["steps_now"] == 6
+    assert (chain.shop.stored / "runs" / "followed" / "follow" / "00000000.json").is_file()
+    assert len(list(disk.glob("[0-9a-f]*"))) > 6
+    # The same samples in the same order as the run that began with the whole cache.
+    first = chain.shop.stored / "runs" / "first" / "drafter" / "model.safetensors"
+    assert (chain.shop.stored / "runs" / "followed" / "drafter" / "model.safetensors").read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize("job", [*JOBS, "doctor", "demo", "plan"])
 def test_help_says_what_the_job_does_and_what_can_be_set(job: str, here: Here) -> None:
     code, output, errors = here.run(job, ["--help"])
     assert (code, errors) == (0, "")

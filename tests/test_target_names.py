@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from pipelines.cache import CacheJob
 from pipelines.evaluate import EvaluateJob
 from pipelines.job import Job, JobError
+from pipelines.plan import PlanJob
 from pipelines.prepare import PrepareJob
 from pipelines.regenerate import RegenerateJob
 from pipelines.target import UnknownTarget, as_overrides, default_layer_ids, known_targets, mask_token_id
@@ -25,6 +26,7 @@ JOBS: dict[str, type[Job]] = {
     "cache": CacheJob,
     "train": TrainJob,
     "evaluate": EvaluateJob,
+    "plan": PlanJob,
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
