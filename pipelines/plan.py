@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
             "cost": f"{hours.producer_cost + hours.trainer_cost:,.0f} for GPUs; storage by codec: "
             + ", ".join(f"{codec} {found.storage_cost:,.0f}" for codec, found in sizes.items()),
             "this machine": machine["told"],
-            "inputs": "\n".join(f"{name} = {entry['value']} ({entry['source']})" for name, entry in inputs.items()),
+            "inputs": "\n".join(f"{name} = {shown(entry['value'])} ({entry['source']})" for name, entry in inputs.items()),
         },
         {
             "target": job.target.name,
@@ -60,6 +60,13 @@ def main(cfg: DictConfig) -> None:
         },
         job.output / f"plan-{job.target.name}.json",
     )
+
+
+def shown(value: Any) -> str:
+    """An input as a person would write it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{codec} {ratio['context']:g} context, {ratio['last_hidden']:g} last hidden" for codec, ratio in value.items())
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
 
 
 def terabytes(count: float) -> str:
