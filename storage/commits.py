@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from storage.errors import StorageError
+from storage.errors import AlreadyCommitted, StorageError
 from storage.object_store import ObjectStore
 from storage.shard import ShardInfo
 
@@ -42,9 +43,34 @@ class Commit:
     skipped: tuple[Skipped, ...] = ()
 
 
+@dataclass
+class Tally:
+    """Sums over commits: rows covered, samples, their tokens, bytes of the shards, and skipped rows by reason."""
+
+    done: int = 0
+    cached: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, commit: Commit) -> None:
+        """Count one more commit."""
+        self.done += commit.stop - commit.start
+        self.cached += sum(len(shard.entries) for shard in commit.shards)
+        self.tokens += sum(entry.tokens for shard in commit.shards for entry in shard.entries)
+        self.bytes += sum(shard.bytes for shard in commit.shards)
+        self.skipped.update(row.reason for row in commit.skipped)
+
+
 def lease_id(start: int, stop: int) -> str:
     """The id of the lease over rows [start, stop)."""
     return f"{start:010d}-{stop:010d}"
+
+
+def lease_rows(lease: str) -> tuple[int, int]:
+    """(start, stop) of a lease id; inverse of lease_id."""
+    start, stop = lease.split("-")
+    return int(start), int(stop)
 
 
 def commit_key(lease: str) -> str:
@@ -56,14 +82,14 @@ def write_commit(store: ObjectStore, commit: Commit) -> None:
     """Publish a commit. Writing the same one again is fine.
 
     Raises:
-        StorageError: the lease's rows were committed before, with another outcome (its shards stay what they are; ours are garbage).
+        AlreadyCommitted: the lease's rows were committed before, with another outcome (which stands; our shards are garbage).
     """
     if commit.lease_id != lease_id(commit.start, commit.stop):
         raise StorageError(f"lease id {commit.lease_id!r} is not that of rows {commit.start}..{commit.stop}")
     key = commit_key(commit.lease_id)
     if store.exists(key):
         if read_commit(store, key) != commit:
-            raise StorageError(f"{store.url(key)} exists with another outcome: these rows were committed by another producer")
+            raise AlreadyCommitted(f"{store.url(key)} exists with another outcome: these rows were committed by another producer")
         return
     store.put(key, _encode(commit))
 

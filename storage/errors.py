@@ -15,3 +15,7 @@ class CorruptShard(StorageError):
 
 class StorageUnavailable(StorageError):
     """The object store cannot be reached, or refuses us: endpoint, credentials, bucket, permissions, full disk."""
+
+
+class AlreadyCommitted(StorageError):
+    """Another producer's result for the same rows was committed before; that one stands."""

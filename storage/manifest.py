@@ -1,16 +1,19 @@
 """The manifest: one table over all committed samples, compacted from the commits. Its hash pins a training run's data."""
 
+import copy
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.commits import Commit, read_commits
+from storage.commits import Commit, Tally, read_commits
 from storage.errors import StorageError
 from storage.object_store import ObjectStore
 from storage.shard import Entry
@@ -35,11 +38,12 @@ class Manifest:
 
     Args:
         table: columns row_id, index, shard, offset, length, crc32, tokens, supervised.
-        leases: ids of the commits that it covers.
+        leases: ids of the commits that it covers; tally: the sums over them.
     """
 
-    def __init__(self, table: pa.Table, leases: Iterable[str]) -> None:
+    def __init__(self, table: pa.Table, leases: Iterable[str], tally: Tally | None = None) -> None:
         self.leases = tuple(sorted(leases))
+        self.tally = tally or Tally()
         # One chunk a column, so that a lookup is an offset; stable order whatever the order of the commits was.
         self.table = table.cast(_COLUMNS).sort_by("index").unify_dictionaries().combine_chunks()
         distinct = pc.count_distinct(self.table["row_id"]).as_py()
@@ -118,12 +122,14 @@ class Manifest:
         """Compact commits, on top of an older manifest where one is given (commits that it covers are left out)."""
         covered = set(base.leases) if base else set()
         tables = [base.table] if base else []
+        tally = copy.deepcopy(base.tally) if base else Tally()
         for commit in commits:
             if commit.lease_id not in covered:
                 covered.add(commit.lease_id)
+                tally.add(commit)
                 tables += [_shard_table(shard.name, shard.entries) for shard in commit.shards]
         table = pa.concat_tables([_COLUMNS.empty_table(), *tables])
-        return cls(table, covered)
+        return cls(table, covered, tally)
 
     def save(self, store: ObjectStore) -> str:
         """Write manifest-<n>.arrow, n = number of commits covered; returns its key. Immutable: a different one of that name is an error."""
@@ -133,7 +139,8 @@ class Manifest:
                 raise StorageError(f"{store.url(key)} exists with other samples: commits were replaced. Delete it to compact anew")
             return key
         sink = pa.BufferOutputStream()
-        metadata = {"hash": self.hash, "leases": json.dumps(self.leases)}
+        metadata = {"hash": self.hash, "leases": json.dumps(self.leases), "tally": json.dumps(vars(self.tally))}
+        metadata["checksum"] = _checksum(metadata)
         with pa.ipc.new_file(sink, self.table.schema.with_metadata(metadata)) as writer:
             writer.write_table(self.table)
         store.put(key, memoryview(sink.getvalue()))
@@ -150,10 +157,10 @@ class Manifest:
         raise StorageError(f"{store.settings.root} has {wanted}: the cache is unfinished or another one. Run `make cache` to finish it")
 
     @classmethod
-    def current(cls, store: ObjectStore) -> "Manifest":
-        """Everything committed up to now: the newest manifest and the commits since. Empty for a cache without commits."""
-        keys = manifest_keys(store)
-        base = read_manifest(store, keys[0]) if keys else None
+    def current(cls, store: ObjectStore, base: "Manifest | None" = None) -> "Manifest":
+        """Everything committed up to now: `base` or the newest manifest, and the commits since. Empty for a cache without commits."""
+        keys = [] if base else manifest_keys(store)
+        base = read_manifest(store, keys[0]) if keys else base
         commits = read_commits(store, known=base.leases if base else ())
         return base if base and not commits else cls.from_commits(commits, base)
 
@@ -177,18 +184,46 @@ def manifest_keys(store: ObjectStore) -> list[str]:
     return sorted(keys, key=lambda key: int(key[9:-6]), reverse=True)
 
 
+def committed(store: ObjectStore) -> tuple[list[str], Tally]:
+    """Ids of all committed leases, and the sums over them: from the head of the newest manifest and the commits since, in seconds at any
+    size of the cache."""
+    keys = manifest_keys(store)
+    leases, tally = _head(store, keys[0])[:2] if keys else ([], Tally())
+    commits = read_commits(store, known=leases)
+    for commit in commits:
+        tally.add(commit)
+    return [*leases, *(commit.lease_id for commit in commits)], tally
+
+
+def _head(store: ObjectStore, key: str) -> tuple[list[str], Tally, str]:
+    """(leases, tally, hash) of a manifest, from the schema message at the head of its file."""
+    try:
+        length = int.from_bytes(store.get_range(key, 12, 4), "little")  # after the file's magic and the message's continuation mark
+        schema = pa.ipc.read_schema(pa.py_buffer(store.get_range(key, 8, 8 + length)))
+        metadata = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
+        if metadata.pop("checksum") != _checksum(metadata):
+            raise ValueError("its checksum differs")
+        tally: dict[str, Any] = json.loads(metadata["tally"])
+        return json.loads(metadata["leases"]), Tally(**{**tally, "skipped": Counter(tally["skipped"])}), metadata["hash"]
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        raise StorageError(f"{store.url(key)} is truncated or damaged ({error!r}). Delete it: the commits say the same") from error
+
+
 def read_manifest(store: ObjectStore, key: str) -> Manifest:
     """The manifest of that key; StorageError where it is damaged."""
+    leases, tally, expected = _head(store, key)
     try:
-        table = pa.ipc.open_file(pa.BufferReader(store.get(key))).read_all()
-        metadata = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-        manifest = Manifest(table, json.loads(metadata["leases"]))
-        intact = manifest.hash == metadata["hash"]
+        manifest = Manifest(pa.ipc.open_file(pa.BufferReader(store.get(key))).read_all(), leases, tally)
+        intact = manifest.hash == expected
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StorageError(f"{store.url(key)} is truncated or damaged ({error}). Delete it: the commits say the same") from error
     if not intact:
         raise StorageError(f"{store.url(key)} was changed after it was written: its hash differs. Delete it: the commits say the same")
     return manifest
+
+
+def _checksum(metadata: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def _shard_table(name: str, entries: Iterable[Entry]) -> pa.Table:

@@ -3,35 +3,31 @@
 Object stores have no rename and no append, so the interface has neither: an object appears whole by `put`, or not at all.
 """
 
-import contextlib
 import errno
 import math
 import os
 import random
 import secrets
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import fsspec
-from fsspec.exceptions import FSTimeoutError
-
+from storage.connection import Connection, advice, is_expired, is_mute, is_transient, md5_header
 from storage.errors import StorageError, StorageUnavailable
 
 R = TypeVar("R")
 Keys = list[str]  # a name of its own, since ObjectStore.list hides the built-in inside the class
 
 ATTEMPTS = 5
-FIRST_DELAY_SECONDS = 0.2
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.2, 30.0
 MULTIPART_BYTES = 32 * 2**20
 """Part size of multi-part uploads; objects below twice this size go by one PUT."""
-
-_TRANSIENT_ERRNO = {errno.EREMOTEIO, errno.EBUSY, errno.EIO, errno.ECONNRESET, errno.ETIMEDOUT, errno.EPIPE}
-_REFUSED = ("AccessDenied", "Forbidden", "SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken")
+_PARTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,13 @@ class StorageSettings:
         root: a local folder (plain or file://), s3://bucket/prefix, or another URL that fsspec understands.
         endpoint_url: of an S3-compatible server; None for AWS itself (or AWS_ENDPOINT_URL).
         region: S3 region; None for the environment's.
+        attempts: how often a request is tried, the delays doubling from 0.2 to 30 s: 5 give up after 3 s, 14 after four minutes.
     """
 
     root: str
     endpoint_url: str | None = None
     region: str | None = None
+    attempts: int = ATTEMPTS
 
 
 def check_key(key: str) -> str:
@@ -71,8 +69,8 @@ class Stored:
 class ObjectStore:
     """Whole-object writes, ranged reads and listings under one root. Thread-safe and picklable (a copy connects anew).
 
-    Transient trouble (5xx, time-outs, cut connections, short reads) is retried with exponential back-off. A missing key is a
-    FileNotFoundError; refused credentials, an unreachable endpoint or an unusable folder is StorageUnavailable.
+    Transient trouble (5xx, time-outs, cut connections, short reads, expired credentials) is retried with exponential back-off. A
+    missing key is a FileNotFoundError; refused credentials, an unreachable endpoint or an unusable folder is StorageUnavailable.
     """
 
     def __init__(self, settings: StorageSettings) -> None:
@@ -87,7 +85,7 @@ class ObjectStore:
         self._prefix = rest.rstrip("/")
         if self._protocol == "s3" and not self._prefix.partition("/")[0]:
             raise StorageError(f"{settings.root!r} names no bucket: write s3://bucket/prefix")
-        self._connection = _Connection(self._protocol, settings)
+        self._connection = Connection(self._protocol, settings.root, settings.endpoint_url, settings.region)
 
     def __reduce__(self) -> tuple[type["ObjectStore"], tuple[StorageSettings]]:
         return ObjectStore, (self.settings,)
@@ -109,20 +107,25 @@ class ObjectStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Publish one object whole, replacing an older one; an exception publishes nothing.
 
-        Local: temporary file, fsync, os.replace. S3: one PUT, or a multi-part upload that is aborted on failure; the size is read back.
+        Local: temporary file, fsync, os.replace. S3: one PUT, or a multi-part upload whose parts are repeated one by one and which is
+        aborted on failure; the server checks every part's MD5 and the size is read back.
         """
         check_key(key)
         if self._local is not None:
             self._put_local(self._local / key, data)
             return
-        body = data if isinstance(data, bytes) else bytes(data)
-        options = {"chunksize": MULTIPART_BYTES} if self._protocol == "s3" else {}
+        body = memoryview(data)
 
         def upload() -> None:
-            self._connection.filesystem().pipe_file(self._path(key), body, **options)
+            if self._protocol != "s3":
+                self._connection.filesystem().pipe_file(self._path(key), bytes(body))
+            elif body.nbytes < 2 * MULTIPART_BYTES:
+                self._s3("put_object", key, Body=bytes(body), ContentMD5=md5_header(body))
+            else:
+                self._upload_parts(key, body)
             written = int(self._connection.filesystem().info(self._path(key))["size"])
-            if written != len(body):
-                raise ConnectionError(f"{written} of {len(body)} bytes arrived")
+            if written != body.nbytes:
+                raise ConnectionError(f"{written} of {body.nbytes} bytes arrived")
 
         try:
             self._retry("write", key, upload)
@@ -199,7 +202,7 @@ class ObjectStore:
             options = {"prefix": name} if self._protocol == "s3" and name else {}
             skip = len(self._prefix) + 1
             found = [entry[skip:] for entry in self._retry("list", prefix, lambda: self._listing(path, options))]
-        return sorted(key for key in found if key.startswith(prefix) and not key.rpartition("/")[2].startswith("."))
+        return sorted(key for key in found if key and key.startswith(prefix) and not key.rpartition("/")[2].startswith("."))
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is already gone is fine."""
@@ -219,7 +222,7 @@ class ObjectStore:
         if self._local is not None:
             base, found = self._local / folder, []
             for path in [base] if base.is_file() else [Path(top) / file for top, _, files in os.walk(base) for file in files]:
-                with contextlib.suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):
                     stat = path.stat()
                     found.append(Stored(str(path.relative_to(self._local)), stat.st_size, stat.st_mtime))
             return tuple(sorted(found, key=lambda stored: stored.key))
@@ -237,7 +240,7 @@ class ObjectStore:
 
     def abort_uploads(self, prefix: str = "", before: float = math.inf) -> int:
         """Abort multi-part uploads below `prefix` that began before that time and were never finished (their parts are stored, and paid
-        for); returns how many. None but S3 has such."""
+        for); returns how many. None but S3 has such. One that is still at work is aborted as well, and its writer starts it again."""
         if self._protocol != "s3":
             return 0
         bucket, _, folder = self._prefix.partition("/")
@@ -254,7 +257,7 @@ class ObjectStore:
                 return aborted
             for upload in page.get("Uploads", []):
                 if upload["Initiated"].timestamp() < before:
-                    with contextlib.suppress(FileNotFoundError):
+                    with suppress(FileNotFoundError):
                         names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                         self._connection.filesystem().call_s3("abort_multipart_upload", **names)
                     aborted += 1
@@ -271,6 +274,29 @@ class ObjectStore:
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
+    def _s3(self, method: str, key: str, **arguments: Any) -> Any:
+        bucket, _, name = self._path(key).partition("/")
+        return self._connection.filesystem().call_s3(method, Bucket=bucket, Key=name, **arguments)
+
+    def _upload_parts(self, key: str, body: memoryview) -> None:
+        upload = self._s3("create_multipart_upload", key)["UploadId"]
+
+        def send(number: int) -> dict[str, Any]:
+            part = bytes(body[(number - 1) * MULTIPART_BYTES : number * MULTIPART_BYTES])
+            options = {"UploadId": upload, "PartNumber": number, "Body": part, "ContentMD5": md5_header(part)}
+            return {"PartNumber": number, "ETag": self._retry("write", key, lambda: self._s3("upload_part", key, **options))["ETag"]}
+
+        try:
+            with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="upload") as pool:
+                parts = list(pool.map(send, range(1, -(-len(body) // MULTIPART_BYTES) + 1)))
+            self._s3("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts})
+        except BaseException as error:
+            with suppress(Exception):  # what it leaves behind, the next job's `abort_uploads` finds
+                self._s3("abort_multipart_upload", key, UploadId=upload)
+            if isinstance(error, FileNotFoundError):  # the bucket was there when the upload began
+                raise ConnectionError("the store dropped the multi-part upload") from error
+            raise
+
     def _listing(self, path: str, options: dict[str, Any]) -> Keys:
         try:
             return [
@@ -281,31 +307,38 @@ class ObjectStore:
 
     def _retry(self, verb: str, key: str, action: Callable[[], R]) -> R:
         """Run `action`, repeating it on transient trouble; turn what remains into the errors that this class promises."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self.settings.attempts):
             try:
                 return action()
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no {self.url(key)}") from None
             except StorageError:
                 raise
-            except Exception as error:
-                if attempt + 1 == ATTEMPTS or not _transient(error):
+            except Exception as raised:
+                error = self._explained(key, raised)
+                if attempt + 1 == self.settings.attempts or not is_transient(error):
                     self._give_up(verb, key, error)
-            time.sleep(FIRST_DELAY_SECONDS * 2**attempt * (1 + random.random() / 4))
+                if is_expired(error):
+                    self._connection.renew()  # someone may have renewed the credentials where they come from
+            time.sleep(min(FIRST_DELAY_SECONDS * 2**attempt, LONGEST_DELAY_SECONDS) * (1 + random.random() / 4))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _explained(self, key: str, error: Exception) -> Exception:
+        """The error itself; for a refused HEAD, what the store says to a GET of one byte instead."""
+        if not is_mute(error):
+            return error
+        try:
+            self._connection.filesystem().cat_file(self._path(key), start=0, end=1)
+        except FileNotFoundError:
+            pass
+        except Exception as told:
+            return told
+        return ConnectionError("refused, but let in a moment later")
 
     def _give_up(self, verb: str, key: str, error: Exception) -> NoReturn:
         where = f"cannot {verb} {self.url(key)}" + (f" at {self.settings.endpoint_url}" if self.settings.endpoint_url else "")
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, PermissionError) or any(code in str(error) for code in _REFUSED):
-            advice = "these credentials are refused or lack the permission; check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        elif "credential" in type(error).__name__.lower():
-            advice = "no S3 credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
-        elif _transient(error):
-            advice = f"the store did not answer properly in {ATTEMPTS} attempts; check that the endpoint is right and reachable"
-        else:
-            advice = "check the root, its bucket and the endpoint"
-        raise StorageUnavailable(f"{where}: {advice} ({detail})") from error
+        raise StorageUnavailable(f"{where}: {advice(error, self.settings.attempts)} ({detail})") from error
 
     def _put_local(self, path: Path, data: bytes | bytearray | memoryview) -> None:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -340,69 +373,3 @@ def _written(entry: dict[str, Any]) -> float:
     if isinstance(when, datetime):
         return when.timestamp()
     return float(when) if isinstance(when, int | float) else time.time()
-
-
-class _Connection:
-    """The fsspec filesystem behind a store and its children, made on first use, and anew in a forked process."""
-
-    def __init__(self, protocol: str, settings: StorageSettings) -> None:
-        self._protocol, self._settings = protocol, settings
-        self._lock = threading.Lock()
-        self._process: int | None = None
-        self._made: Any = None
-
-    def filesystem(self) -> Any:
-        with self._lock:
-            if self._process != os.getpid():
-                self._made, self._process = _connect(self._protocol, self._settings), os.getpid()
-            return self._made
-
-
-def _connect(protocol: str, settings: StorageSettings) -> Any:
-    if protocol != "s3":
-        filesystem, _ = fsspec.url_to_fs(settings.root)
-        return filesystem
-    client: dict[str, Any] = {"endpoint_url": settings.endpoint_url} if settings.endpoint_url else {}
-    if settings.region:
-        client["region_name"] = settings.region
-    filesystem = fsspec.filesystem(
-        "s3",
-        client_kwargs=client,
-        config_kwargs={
-            # Newer botocore verifies checksums that several S3 servers do not give on ranged reads.
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            # One place repeats requests: ObjectStore._retry.
-            "retries": {"total_max_attempts": 1, "mode": "standard"},
-            "connect_timeout": 10,
-            "read_timeout": 60,
-            "max_pool_connections": 64,
-        },
-        use_listings_cache=False,  # a cached listing never learns of a new key
-        skip_instance_cache=True,  # a shared instance would keep another store's credentials, and does not survive a fork
-    )
-    filesystem.retries = 1
-    return filesystem
-
-
-def _transient(error: BaseException) -> bool:
-    """Whether trying again may help: 5xx, throttling, time-outs, cut connections."""
-    if isinstance(error, PermissionError | FileNotFoundError):
-        return False
-    if isinstance(error, TimeoutError | ConnectionError | FSTimeoutError):
-        return True
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return True
-    # botocore and aiohttp are optional parts of fsspec, so their errors are known here by module and family name.
-    names = {base.__name__ for base in type(error).__mro__}
-    return bool(
-        names
-        & {
-            "HTTPClientError",
-            "ConnectionError",
-            "ClientPayloadError",
-            "ClientConnectionError",
-            "IncompleteReadError",
-            "ResponseParserError",
-        }
-    )

@@ -153,17 +153,11 @@ class ShardWriter:
             self._open = _OpenShard(self._schema)
         self._open.add(batch, row_id, index)
         if self._open.size >= self._target_bytes:
-            self._publish()
+            self.flush()
         return list(self._published)
 
-    def close(self) -> list[ShardInfo]:
-        """Publish what is open; returns all shards of this writer in the order of writing."""
-        if self._open is not None:
-            self._publish()
-        self._closed = True
-        return list(self._published)
-
-    def _publish(self) -> None:
+    def flush(self) -> None:
+        """Publish what is open, full or not."""
         if self._open is None:
             return
         data, entries = self._open.finish()
@@ -172,6 +166,12 @@ class ShardWriter:
         self._store.put(name, data)
         self._open = None
         self._published.append(ShardInfo(name, len(data), checksum, tuple(entries)))
+
+    def close(self) -> list[ShardInfo]:
+        """Publish what is open; returns all shards of this writer in the order of writing."""
+        self.flush()
+        self._closed = True
+        return list(self._published)
 
 
 class _OpenShard:

@@ -17,6 +17,14 @@ def store(tmp_path):
     return ObjectStore(StorageSettings(str(tmp_path / "cache")))
 
 
+@pytest.fixture(params=["folder", "s3"])
+def any_store(request, tmp_path):
+    """A folder, or a real S3 server."""
+    if request.param == "folder":
+        return ObjectStore(StorageSettings(str(tmp_path / "cache")))
+    return request.getfixturevalue("s3").store(tmp_path.name)
+
+
 def write(store, case, samples, target_bytes=10**9):
     with ShardWriter(store, case, target_bytes) as writer:
         for index, item in enumerate(samples):
@@ -96,36 +104,36 @@ def test_a_failed_upload_publishes_nothing(tmp_path):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("cut", [1, 8, 1000])
-def test_a_truncated_shard_names_shard_row_and_cause(store, codec, cut):
+def test_a_truncated_shard_names_shard_row_and_cause(any_store, codec, cut):
     case = contract(codec)
     samples = [sample(case, 30, seed) for seed in range(2)]
-    info = write(store, case, samples)[0]
+    info = write(any_store, case, samples)[0]
     last = info.entries[-1]
-    data = store.get(info.name)
+    data = any_store.get(info.name)
     for kept in (len(data) - cut, last.offset + last.length - cut, last.offset):  # in the footer, inside the batch, at its border
-        store.put(info.name, data[:kept])
+        any_store.put(info.name, data[:kept])
         with pytest.raises(CorruptShard, match="truncated"):
-            verify_shard(store, info)
-        assert read_sample(store, info.name, info.entries[0], case).row_id == "row-0"
+            verify_shard(any_store, info)
+        assert read_sample(any_store, info.name, info.entries[0], case).row_id == "row-0"
         if kept < last.offset + last.length:
             with pytest.raises(CorruptShard, match=f"{info.name}, row row-1.*truncated: {max(0, kept - last.offset)} of {last.length}"):
-                read_sample(store, info.name, last, case)
+                read_sample(any_store, info.name, last, case)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_any_flipped_bit_is_found(store, codec):
+def test_any_flipped_bit_is_found(any_store, codec):
     case = contract(codec, hidden=16)
-    info = write(store, case, [sample(case, 8, 0)])[0]
+    info = write(any_store, case, [sample(case, 8, 0)])[0]
     entry = info.entries[0]
-    data = bytearray(store.get(info.name))
+    data = bytearray(any_store.get(info.name))
     for position in np.random.default_rng(0).integers(0, 8 * entry.length, 60):
         damaged = bytearray(data)
         damaged[entry.offset + position // 8] ^= 1 << (position % 8)
-        store.put(info.name, damaged)
+        any_store.put(info.name, damaged)
         with pytest.raises(CorruptShard, match=r"row-0.*checksum differs"):
-            read_sample(store, info.name, entry, case)
+            read_sample(any_store, info.name, entry, case)
     with pytest.raises(CorruptShard, match="SHA-256 differs"):
-        verify_shard(store, info)
+        verify_shard(any_store, info)
 
 
 def test_a_missing_shard_is_named(store):
