@@ -1,19 +1,16 @@
 """Lets an engine answer conversations, turn by turn, and writes the rows. Everything stays token ids throughout."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from actors.answers import Part, write_part
+from actors.dialogue import Dialogue
 from actors.engines.base import AnswerEngine, AnswerSettings, EngineSettings
 from actors.errors import EngineLost
 from corpus.answers import FAILED, STOP, AnsweredRow
-from corpus.conversation import Conversation, Message
-from corpus.errors import TemplateRefused
+from corpus.conversation import Conversation
 from corpus.template import ChatTemplate
 from storage.object_store import ObjectStore
 
@@ -55,7 +52,7 @@ class Generator:
             EngineLost: the engine is gone; what it finished has been written and yielded.
         """
         finished: list[AnsweredRow] = []
-        dialogues = [_Dialogue(conversation) for conversation in conversations]
+        dialogues = [Dialogue(conversation) for conversation in conversations]
         for key, dialogue in enumerate(dialogues):
             if not self._ask(key, dialogue):
                 finished += dialogue.rows
@@ -84,20 +81,13 @@ class Generator:
     def close(self) -> None:
         self.engine.close()
 
-    def _ask(self, key: int, dialogue: "_Dialogue") -> bool:
+    def _ask(self, key: int, dialogue: Dialogue) -> bool:
         """Hand the next prompt to the engine; where that cannot be, record why."""
-        try:
-            prompt = self.template.prompt_ids(dialogue.history, self.enable_thinking, dialogue.conversation.tools)
-            problem = ""
-            if len(prompt) + 1 >= self.engine.max_length:
-                problem = f"the prompt's {len(prompt)} tokens leave no room in max_length={self.engine.max_length}"
-        except TemplateRefused as refused:
-            prompt, problem = [], str(refused)
-        dialogue.prompt = prompt
+        problem = dialogue.next_prompt(self.template, self.enable_thinking, self.engine.max_length)
         if problem:
             dialogue.answered([], FAILED, problem)
         else:
-            self.engine.ask(key, prompt)
+            self.engine.ask(key, dialogue.prompt)
         return not problem
 
     def _write(self, rows: Sequence[AnsweredRow]) -> Part:
@@ -111,35 +101,3 @@ class VllmGenerator(Generator):
         from actors.engines.vllm import VllmAnswerEngine
 
         super().__init__(VllmAnswerEngine(engine, sampling), ChatTemplate(Path(engine.model)), *rest)
-
-
-@dataclass
-class _Dialogue:
-    """A conversation on its way: what was said and answered so far, the prompt in question, and the rounds still to come."""
-
-    conversation: Conversation
-    history: list[Message] = field(default_factory=list)
-    rest: deque[tuple[Message, ...]] = field(default_factory=deque)
-    prompt: list[int] = field(default_factory=list)
-    rows: list[AnsweredRow] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rest.extend(self.conversation.rounds())
-        self.history.extend(self.rest.popleft())
-
-    def answered(self, answer: Sequence[int], reason: str, error: str = "") -> None:
-        self.rows.append(
-            AnsweredRow(
-                conversation_id=self.conversation.id,
-                turn=len(self.rows),
-                source=self.conversation.source,
-                domain=self.conversation.domain,
-                prompt_ids=np.asarray(self.prompt),
-                answer_ids=np.asarray(answer),
-                finish_reason=reason,
-                error=error,
-            )
-        )
-
-    def go_on(self, answer: str) -> None:
-        self.history += [Message("assistant", answer), *self.rest.popleft()]

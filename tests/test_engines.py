@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from engine_process import Job, capture
+from engine_process import Job, answered, capture
 from storage_cases import to_bf16, to_float
 from tiny_models import FAMILIES, VOCABULARY, write_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from actors.engines.base import Captured, EngineSettings
+from actors.engines.base import AnswerSettings, Captured, EngineSettings
 from actors.engines.hf import HfEngine
 from actors.engines.model_files import resolve_model
-from actors.producer import make_sample
+from actors.rows import make_sample
 from corpus.answers import AnsweredRow
 from corpus.conversation import Message
 from corpus.sources import SourceSpec, read_source
@@ -75,6 +75,9 @@ def tiny_rows() -> list[list[int]]:
 
 
 TINY_ROWS = tiny_rows()
+PROMPTS = [row[: len(row) // 2] for row in TINY_ROWS[20::5]]
+STOPS = tuple(range(40, 60))  # often enough to end some answers
+ANSWERS = AnswerSettings(temperature=1.0, max_new_tokens=30, stop_token_ids=STOPS, seed=1)
 PERMUTED = torch.randperm(LONGEST, generator=torch.Generator().manual_seed(4)).tolist()
 
 
@@ -85,6 +88,7 @@ class Engines:
     folders: dict[str, Path]
     captured: dict[str, list[list[Captured]]]
     smollm2_rows: list[list[int]]
+    answered: dict[str, list[tuple[list[int], Captured]]]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +96,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     root = tmp_path_factory.mktemp("engines")
     folders = {family: write_tiny_model(root / family, family, tied=family != "qwen3") for family in FAMILIES}
     jobs = {
-        family: Job(replace(TINY, model=str(folder)), [TINY_ROWS, [TINY_ROWS[row] for row in PERMUTED]])
+        family: Job(replace(TINY, model=str(folder), answers=ANSWERS), [TINY_ROWS, [TINY_ROWS[row] for row in PERMUTED]], PROMPTS)
         for family, folder in folders.items()
     }
     conf = yaml.safe_load((Path(__file__).parent.parent / "conf" / "target" / "smollm2_135m.yaml").read_text())
@@ -100,7 +104,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     rows = smollm2_rows(folders["smollm2"])
     settings = EngineSettings(model=str(folders["smollm2"]), layer_ids=SMOLLM2_LAYERS, max_length=256, batch_tokens=200, batch_rows=16)
     jobs["smollm2"] = Job(settings, [rows])
-    return Engines(folders, capture(jobs, root / "captured"), rows)
+    captured = capture(jobs, root / "captured")
+    return Engines(folders, captured, rows, {family: answered(family, jobs[family], root / "captured") for family in FAMILIES})
 
 
 def smollm2_rows(folder: Path) -> list[list[int]]:
@@ -139,6 +144,20 @@ def test_vllm_captures_hugging_faces_states_at_every_length_in_chunked_batches(e
     captured = engines.captured[family][0]
     assert captured[0].context.dtype == torch.float32
     assert errors(captured, tiny_reference(family, engines.folders[family])).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_answers_and_captures_in_one_pass(engines, family):
+    """All tokens but the last have the states that Hugging Face gives the same ids; answers end at a stop token or at the limit."""
+    found = engines.answered[family]
+    assert len(found) == len(PROMPTS)
+    ends = {len(answer) == 30 for answer, _ in found}
+    assert ends == {True, False}
+    for answer, _ in found:
+        assert not set(answer[:-1]) & set(STOPS)
+        assert answer[-1] in STOPS or len(answer) == 30
+    rows = [[*prompt, *answer[:-1]] for prompt, (answer, _) in zip(PROMPTS, found, strict=True)]
+    assert errors([states for _, states in found], hugging_face(engines.folders[family], rows, LAYER_IDS, torch.float32)).max() < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

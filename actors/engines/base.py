@@ -10,6 +10,28 @@ from corpus.answers import FAILED, LENGTH, STOP
 
 
 @dataclass(frozen=True)
+class AnswerSettings:
+    """Sampling of the target's answers."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids that the engine produced, the stop token included, and why it ended: `stop`, `length`, or `failed` for the reason given."""
+
+    token_ids: list[int]
+    finish_reason: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """How to run the target. `dtype` is what the engine computes in; the cache stores bf16 whatever it is."""
 
@@ -23,6 +45,7 @@ class EngineSettings:
     threads: int = 1  # CPU threads of one engine process
     tensor_parallel: int = 1
     kv_cache_gib: int = 1  # CPU only
+    answers: AnswerSettings | None = None  # for engines that answer and capture in one pass
 
 
 @dataclass(frozen=True)
@@ -45,27 +68,13 @@ class HiddenStateEngine(Protocol):
         """Capture rows of token ids, each at most `max_length` long."""
         ...
 
+    def answer(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Answer, Captured]]:
+        """Answer prompts shorter than `max_length` and capture prompt and answer in the same request.
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Sampling of the target's answers."""
-
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    max_new_tokens: int = 512
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Token ids that the engine produced, the stop token included, and why it ended: `stop`, `length`, or `failed` for the reason given."""
-
-    token_ids: list[int]
-    finish_reason: str
-    error: str = ""
+        Yields (index into `prompts`, answer, states) as requests finish. The states are those of all tokens but the last, which was
+        produced and never read.
+        """
+        ...
 
 
 def finished_answer(token_ids: Sequence[int], finish_reason: str) -> Answer:

@@ -4,6 +4,7 @@ Both run vLLM inside the calling process (a Ray actor). `vllm_environment` must 
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.engines.base import Answer, AnswerSettings, Captured, EngineSettings, finished_answer
@@ -60,7 +61,7 @@ class VllmPrefillEngine:
         ids = sorted({layer + 1 for layer in settings.layer_ids} | {config.num_hidden_layers})
         self.plane_of = {vllm_id - 1: plane for plane, vllm_id in enumerate(ids)}
         self.last_plane = len(ids) - 1
-        self.max_length = settings.max_length
+        self.max_length, self.answers, self._next = settings.max_length, settings.answers, 0
         if "Gemma3ForCausalLM" in (config.architectures or ()):
             from actors.engines import gemma3_vllm
 
@@ -70,6 +71,7 @@ class VllmPrefillEngine:
             # One more than the longest row: a request always generates a token.
             max_model_len=settings.max_length + 1,
             max_num_batched_tokens=max(settings.batch_tokens, settings.batch_rows),
+            seed=settings.answers.seed if settings.answers else 0,
             speculative_config={
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
@@ -91,6 +93,54 @@ class VllmPrefillEngine:
         outputs = self.llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False), use_tqdm=False)
         self._drain()
         return [self._take(output, row) for output, row in zip(outputs, rows, strict=True)]
+
+    def answer(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Answer, Captured]]:
+        from vllm.inputs import TokensPrompt
+
+        engine, index_of, waiting = self.llm.llm_engine, dict[str, int](), list[Any]()
+        for index, prompt in enumerate(prompts):
+            request, self._next = f"row-{self._next}", self._next + 1
+            index_of[request] = index
+            engine.add_request(request, TokensPrompt(prompt_token_ids=list(prompt)), self._sampling(len(prompt)))
+
+        def taken(output: Any) -> tuple[int, Answer, Captured]:
+            index, done = index_of[output.request_id], output.outputs[0]
+            answer = finished_answer(done.token_ids, str(done.finish_reason))
+            return index, answer, self._take(output, [*prompts[index], *answer.token_ids[:-1]])
+
+        while engine.has_unfinished_requests():
+            waiting += [output for output in engine.step() if output.finished]
+            # A request's states come a step after its last token.
+            arrived = [output for output in waiting if self._arrived(output)]
+            waiting = [output for output in waiting if output not in arrived]
+            yield from map(taken, arrived)
+        self._drain()
+        yield from map(taken, waiting)
+
+    def _sampling(self, prompt_length: int) -> Any:
+        from vllm import SamplingParams
+
+        answers = self.answers
+        if answers is None:
+            raise ActorError("this engine was started without settings for answers (EngineSettings.answers)")
+        return SamplingParams(
+            temperature=answers.temperature,
+            top_p=answers.top_p,
+            top_k=answers.top_k,
+            min_p=answers.min_p,
+            max_tokens=min(answers.max_new_tokens, self.max_length - prompt_length),
+            stop_token_ids=sorted(answers.stop_token_ids),
+            ignore_eos=False,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+        )
+
+    @staticmethod
+    def _arrived(output: Any) -> bool:
+        from actors.engines.hidden_states_connector import TAKEN
+
+        key = output.kv_transfer_params["hidden_states_path"]
+        return key in TAKEN or Path(key).exists()
 
     def _drain(self) -> None:
         """Step until the connector has handed over the last request: `generate` returns before that."""
