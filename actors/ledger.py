@@ -1,17 +1,21 @@
 """Who caches which rows: leases with deadlines, and the commits that make their results count.
 
-`Ledger` is a plain class, so that tests drive it with their own clock; `actors.producer` runs it as the Ray actor `CacheLedger`.
-It holds metadata only. Its whole state can be rebuilt from the commits on storage, so it may die at any moment.
+`Ledger` is a plain class, so that tests drive it with their own clock; `actors.caching` runs it as the Ray actor `CacheLedger`, several
+calls at a time. It holds metadata only. Its whole state can be rebuilt from the commits on storage, so it may die at any moment.
 """
 
 import json
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from actors.errors import ActorError
-from storage.commits import Commit, Skipped, lease_id, read_commits, write_commit
+from storage.commits import Commit, Skipped, Tally, commit_key, lease_id, lease_rows, read_commit, write_commit
+from storage.errors import AlreadyCommitted
+from storage.manifest import committed
 from storage.object_store import ObjectStore
 from storage.shard import ShardInfo
 
@@ -20,26 +24,41 @@ _EPOCH_KEY = "ledger.json"
 
 @dataclass(frozen=True)
 class Lease:
-    """Rows [start, stop) of the corpus, promised to one producer until `deadline` (seconds since the epoch)."""
+    """Rows [start, stop) of the corpus, promised to one producer until it shows no sign of life for `seconds`.
+
+    A duration and no time of day, since the clocks of nodes differ. `attempt` counts from 1.
+    """
 
     id: str
     start: int
     stop: int
-    deadline: float
+    seconds: float
     attempt: int
 
 
 @dataclass(frozen=True)
 class LeaseReply:
-    """A lease, or None: then either all is `done`, or the rest is in other hands and may come back."""
+    """Leases, or none: then either all is `done`, or the rest is in other hands and may come back."""
 
-    lease: Lease | None
+    leases: tuple[Lease, ...]
     done: bool
 
 
 @dataclass(frozen=True)
+class LeaseResult:
+    """What a producer brings for a lease: the shards that hold its rows, and the rows that it left out."""
+
+    lease: str
+    shards: tuple[ShardInfo, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
 class LedgerSettings:
-    """`lease_rows` rows a lease; a lease that shows no sign of life for `lease_seconds` goes to another, `max_attempts` times at most."""
+    """`lease_rows` rows a lease; a lease that shows no sign of life for `lease_seconds` goes to another, `max_attempts` times at most.
+
+    Before its last attempt a lease is split into single rows, so that a row which kills its producer costs only itself.
+    """
 
     lease_rows: int = 64
     lease_seconds: float = 120.0
@@ -57,7 +76,10 @@ class FailedRange:
 
 @dataclass(frozen=True)
 class LedgerStatus:
-    """How far the cache is. Rows count as done when committed, cached or skipped; `tokens` and `bytes` are those cached."""
+    """How far the cache is. Rows count as done when committed, cached or skipped; `tokens` and `bytes` are those cached.
+
+    `leased` counts leases; `commits` and `duplicates` what was brought since this ledger started: taken, and refused as done before.
+    """
 
     rows: int
     done: int
@@ -65,169 +87,252 @@ class LedgerStatus:
     skipped: int
     tokens: int
     bytes: int
-    leased: int
+    leased: int = 0
     failed: tuple[FailedRange, ...] = ()
+    commits: int = 0
+    duplicates: int = 0
+
+    @property
+    def failed_rows(self) -> int:
+        return sum(failure.stop - failure.start for failure in self.failed)
+
+    @property
+    def open(self) -> int:
+        """Rows that are neither done nor given up."""
+        return self.rows - self.done - self.failed_rows
 
 
 @dataclass
 class _Open:
-    """A range not yet committed: waiting (holder None) or leased."""
+    """A range not yet committed: waiting (holder None) or leased. `committing` while its commit is being written."""
 
     start: int
     stop: int
     attempts: int = 0
     holder: str | None = None
     deadline: float = 0.0
-    reason: str = ""
-
-
-@dataclass
-class _Totals:
-    done: int = 0
-    cached: int = 0
-    skipped: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-    def add(self, commit: Commit) -> None:
-        entries = [entry for shard in commit.shards for entry in shard.entries]
-        self.done += commit.stop - commit.start
-        self.cached += len(entries)
-        self.skipped += len(commit.skipped)
-        self.tokens += sum(entry.tokens for entry in entries)
-        self.bytes += sum(shard.bytes for shard in commit.shards)
+    committing: bool = False
 
 
 @dataclass
 class Ledger:
-    """Leases over rows [0, rows) of a corpus whose row indices never change (it only grows at its end).
+    """Leases over rows [0, rows) of a corpus whose row indices never change (it only grows at its end). Thread-safe.
 
     Args:
         store: the cache's folder.
         rows: how many rows the corpus has now.
         settings: see LedgerSettings.
-        clock: seconds since the epoch; a test brings its own.
+        clock: seconds from any start that never jump; a test brings its own.
     """
 
     store: ObjectStore
     rows: int
     settings: LedgerSettings = LedgerSettings()
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     _open: dict[str, _Open] = field(default_factory=dict)
-    _waiting: deque[str] = field(default_factory=deque)
-    _leased: set[str] = field(default_factory=set)
+    _waiting: OrderedDict[str, None] = field(default_factory=OrderedDict)  # every operation costs the same at any size
+    _leased: OrderedDict[str, None] = field(default_factory=OrderedDict)  # by deadline, the earliest first
     _failed: list[FailedRange] = field(default_factory=list)
-    _totals: _Totals = field(default_factory=_Totals)
+    _commits: int = 0
+    _duplicates: int = 0
 
     def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        self._writers = ThreadPoolExecutor(16, thread_name_prefix="commit")
         # Whoever claimed last owns the cache; an older ledger finds out before its next commit.
         self.epoch = _stored_epoch(self.store) + 1
         self.store.put(_EPOCH_KEY, json.dumps({"epoch": self.epoch}).encode())
-        commits = read_commits(self.store)
-        for commit in commits:
-            self._totals.add(commit)
-        for start, stop in _gaps([(commit.start, commit.stop) for commit in commits], self.rows, self.settings.lease_rows):
-            name = lease_id(start, stop)
-            self._open[name] = _Open(start, stop)
-            self._waiting.append(name)
+        leases, self._tally = committed(self.store)
+        for start, stop in _gaps(map(lease_rows, leases), self.rows, self.settings.lease_rows):
+            self._put_back(_Open(start, stop))
 
-    def lease(self, producer: str) -> LeaseReply:
-        """Promise the next free range to `producer`."""
-        self._expire()
-        if not self._waiting:
-            return LeaseReply(None, done=not self._open)
-        name = self._waiting.popleft()
-        entry = self._open[name]
-        entry.attempts += 1
-        entry.holder, entry.deadline = producer, self.clock() + self.settings.lease_seconds
-        self._leased.add(name)
-        return LeaseReply(Lease(name, entry.start, entry.stop, entry.deadline, entry.attempts), done=False)
+    def lease(self, producer: str, count: int = 1) -> LeaseReply:
+        """Promise the next free ranges to `producer`, at most `count`."""
+        with self._lock:
+            self._expire()
+            leases: list[Lease] = []
+            while self._waiting and len(leases) < count:
+                name, _ = self._waiting.popitem(last=False)
+                entry = self._open[name]
+                entry.attempts += 1
+                self._promise(name, producer)
+                leases.append(Lease(name, entry.start, entry.stop, self.settings.lease_seconds, entry.attempts))
+            return LeaseReply(tuple(leases), done=not self._open)
 
-    def heartbeat(self, lease: str, producer: str) -> bool:
-        """Extend the lease; False tells the producer that it has lost it and may stop."""
-        entry = self._open.get(lease)
-        if entry is None or entry.holder != producer:
-            return False
-        entry.deadline = self.clock() + self.settings.lease_seconds
-        return True
+    def heartbeat(self, producer: str, leases: Iterable[str]) -> frozenset[str]:
+        """Extend the producer's leases; returns those that it has lost, and may stop working on.
 
-    def complete(self, lease: str, shards: Sequence[ShardInfo], skipped: Sequence[Skipped]) -> bool:
-        """Commit a lease's result. False: its rows are not open, another's result was committed before; the shards are garbage.
+        A lease that nobody else holds goes back to who works on it: a ledger that was started anew learns so of the leases at work.
+        """
+        lost = set()
+        with self._lock:
+            for name in leases:
+                entry = self._open.get(name)
+                if entry is None or entry.holder not in (None, producer):
+                    lost.add(name)
+                    continue
+                if entry.holder is None:
+                    del self._waiting[name]
+                    entry.attempts = max(entry.attempts, 1)
+                self._promise(name, producer)
+        return frozenset(lost)
+
+    def complete(self, results: Sequence[LeaseResult]) -> list[bool]:
+        """Commit what producers bring. False: the rows are not open, another's result was committed before; the shards are garbage.
 
         A result is taken from whoever brings it first, holder or not: the rows are the same, and the work is done.
 
         Raises:
-            ActorError: the result does not cover the lease's rows exactly once, or another ledger has taken over this cache.
+            ActorError: a result does not cover its lease's rows exactly once, or another ledger has taken over this cache.
+            StorageUnavailable: the commit cannot be written; the lease stays open.
         """
-        entry = self._open.get(lease)
-        if entry is None:
-            return False
-        covered = sorted([e.index for shard in shards for e in shard.entries] + [s.index for s in skipped])
-        if covered != list(range(entry.start, entry.stop)):
-            raise ActorError(f"lease {lease} came back with {len(covered)} rows that are not rows {entry.start} to {entry.stop - 1}")
-        if _stored_epoch(self.store) != self.epoch:
-            reason = f"another ledger has taken over {self.store.settings.root}: this one (epoch {self.epoch}) stops"
-            self._give_up(reason)
-            raise ActorError(reason)
-        commit = Commit(lease, self.epoch, entry.start, entry.stop, tuple(shards), tuple(skipped))
-        write_commit(self.store, commit)
-        self._totals.add(commit)
-        self._close(lease)
-        return True
+        commits: dict[str, Commit] = {}
+        with self._lock:
+            for result in results:
+                entry = self._open.get(result.lease)
+                if entry is not None and not entry.committing and result.lease not in commits:
+                    commits[result.lease] = self._commit(result, entry)
+            for lease in commits:
+                self._open[lease].committing = True
+        taken = {commit.lease_id for commit in self._write(list(commits.values()))} if commits else set()
+        with self._lock:
+            self._duplicates += len(results) - len(taken)
+        return [result.lease in taken for result in results]
+
+    def _commit(self, result: LeaseResult, entry: _Open) -> Commit:
+        brought = sorted([e.index for shard in result.shards for e in shard.entries] + [row.index for row in result.skipped])
+        if brought != list(range(entry.start, entry.stop)):
+            raise ActorError(f"lease {result.lease} came back with {len(brought)} rows that are not rows {entry.start} to {entry.stop - 1}")
+        return Commit(result.lease, self.epoch, entry.start, entry.stop, tuple(result.shards), tuple(result.skipped))
+
+    def _write(self, commits: list[Commit]) -> list[Commit]:
+        """Write commits, without the lock: storage is slow, and other producers must not wait for it. Returns those that stand."""
+        ours = []
+        try:
+            if _stored_epoch(self.store) != self.epoch:
+                reason = f"another ledger has taken over {self.store.settings.root}: this one (epoch {self.epoch}) stops"
+                self._give_up(reason)
+                raise ActorError(reason)
+            for commit, standing in zip(commits, self._writers.map(self._publish, commits), strict=True):
+                with self._lock:
+                    self._tally.add(standing)
+                    self._close(commit.lease_id)
+                    self._commits += standing is commit
+                if standing is commit:
+                    ours.append(commit)
+        finally:
+            with self._lock:
+                for commit in commits:
+                    if entry := self._open.get(commit.lease_id):
+                        entry.committing = False
+        return ours
+
+    def _publish(self, commit: Commit) -> Commit:
+        """Write one commit; returns the one that stands, ours or that of a ledger which wrote just before we took over."""
+        try:
+            write_commit(self.store, commit)
+        except AlreadyCommitted:
+            return read_commit(self.store, commit_key(commit.lease_id))
+        return commit
 
     def fail(self, lease: str, producer: str, reason: str) -> None:
         """Give a lease back; after `max_attempts` its rows are reported as failed and nobody gets them again."""
-        entry = self._open.get(lease)
-        if entry is not None and entry.holder == producer:
-            self._release(lease, reason)
+        with self._lock:
+            entry = self._open.get(lease)
+            if entry is not None and entry.holder == producer:
+                self._release(lease, reason)
+
+    def give_back(self, lease: str, producer: str) -> None:
+        """Give a lease back for a reason that has nothing to do with its rows: the attempt does not count."""
+        with self._lock:
+            entry = self._open.get(lease)
+            if entry is not None and entry.holder == producer:
+                entry.attempts -= 1
+                self._leased.pop(lease)
+                self._put_back(entry)
 
     def release_producer(self, producer: str, reason: str) -> None:
         """Free everything a dead producer held, without waiting for the deadlines."""
-        for lease in [lease for lease in self._leased if self._open[lease].holder == producer]:
-            self._release(lease, reason)
+        with self._lock:
+            for lease in [lease for lease in self._leased if self._open[lease].holder == producer]:
+                self._release(lease, reason)
 
     def status(self) -> LedgerStatus:
         """Counts so far; expired leases are freed on the way."""
-        self._expire()
-        totals = self._totals
-        return LedgerStatus(
-            self.rows, totals.done, totals.cached, totals.skipped, totals.tokens, totals.bytes, len(self._leased), tuple(self._failed)
-        )
+        with self._lock:
+            self._expire()
+            failed = tuple(_merged(self._failed))
+            return _status(self.rows, self._tally, len(self._leased), failed, self._commits, self._duplicates)
+
+    def _promise(self, lease: str, producer: str) -> None:
+        entry = self._open[lease]
+        entry.holder, entry.deadline = producer, self.clock() + self.settings.lease_seconds
+        self._leased[lease] = None
+        self._leased.move_to_end(lease)
 
     def _expire(self) -> None:
         now = self.clock()
-        for lease in [lease for lease in self._leased if self._open[lease].deadline < now]:
-            self._release(lease, f"no sign of life from {self._open[lease].holder} for {self.settings.lease_seconds:.0f} s")
+        while self._leased and (entry := self._open[lease := next(iter(self._leased))]).deadline < now:
+            self._release(lease, f"no sign of life from {entry.holder} for {self.settings.lease_seconds:.0f} s")
 
     def _release(self, lease: str, reason: str) -> None:
+        """A lease comes back unfinished: once more as it is, then row by row, then its rows are reported."""
         entry = self._open[lease]
-        entry.holder, entry.reason = None, reason
-        if entry.attempts >= self.settings.max_attempts:
+        self._leased.pop(lease)
+        single, last = entry.stop - entry.start == 1, self.settings.max_attempts - 1
+        if entry.committing:  # its result is on the way to storage
+            self._put_back(entry)
+        elif entry.attempts > last and single:
             self._failed.append(FailedRange(entry.start, entry.stop, reason))
             self._close(lease)
+        elif entry.attempts >= last and not single:
+            self._close(lease)
+            for row in range(entry.start, entry.stop):
+                self._put_back(_Open(row, row + 1, last))
         else:
-            self._leased.discard(lease)
-            self._waiting.append(lease)
+            self._put_back(entry)
+
+    def _put_back(self, entry: _Open) -> None:
+        name = lease_id(entry.start, entry.stop)
+        entry.holder = None
+        self._open[name] = entry
+        self._waiting[name] = None
 
     def _give_up(self, reason: str) -> None:
         """Hand out nothing more: whatever is open could never be committed."""
-        self._failed += [FailedRange(entry.start, entry.stop, reason) for entry in self._open.values()]
-        for lease in list(self._open):
-            self._close(lease)
+        with self._lock:
+            self._failed += [FailedRange(entry.start, entry.stop, reason) for entry in self._open.values()]
+            self._open.clear()
+            self._waiting.clear()
+            self._leased.clear()
 
     def _close(self, lease: str) -> None:
-        del self._open[lease]
-        self._leased.discard(lease)
-        if lease in self._waiting:
-            self._waiting.remove(lease)
+        self._open.pop(lease, None)
+        self._leased.pop(lease, None)
+        self._waiting.pop(lease, None)
 
 
 def committed_status(store: ObjectStore, rows: int) -> LedgerStatus:
     """How far a cache of `rows` rows is by its commits alone: nothing needs to run for it."""
-    totals = _Totals()
-    for commit in read_commits(store):
-        totals.add(commit)
-    return LedgerStatus(rows, totals.done, totals.cached, totals.skipped, totals.tokens, totals.bytes, leased=0)
+    _stored_epoch(store)  # damaged? Better told now than by an actor that cannot start
+    return _status(rows, committed(store)[1])
+
+
+def _status(
+    rows: int, tally: Tally, leased: int = 0, failed: tuple[FailedRange, ...] = (), commits: int = 0, twice: int = 0
+) -> LedgerStatus:
+    skipped = tally.skipped.total()
+    return LedgerStatus(rows, tally.done, tally.cached, skipped, tally.tokens, tally.bytes, leased, failed, commits, twice)
+
+
+def _merged(failed: Iterable[FailedRange]) -> list[FailedRange]:
+    """Neighbouring ranges that failed for one reason, as one."""
+    merged: list[FailedRange] = []
+    for failure in sorted(failed, key=lambda failure: failure.start):
+        if merged and (merged[-1].stop, merged[-1].reason) == (failure.start, failure.reason):
+            failure = FailedRange(merged.pop().start, failure.stop, failure.reason)
+        merged.append(failure)
+    return merged
 
 
 def _stored_epoch(store: ObjectStore) -> int:
@@ -242,7 +347,7 @@ def _stored_epoch(store: ObjectStore) -> int:
         ) from error
 
 
-def _gaps(done: Sequence[tuple[int, int]], rows: int, lease_rows: int) -> list[tuple[int, int]]:
+def _gaps(done: Iterable[tuple[int, int]], rows: int, lease_rows: int) -> list[tuple[int, int]]:
     """Split what `done` leaves of [0, rows) at multiples of `lease_rows`, so that a restarted ledger cuts where the last one cut."""
     gaps, position = [], 0
     for start, stop in [*sorted(done), (rows, rows)]:

@@ -65,7 +65,7 @@ class PromptStore:
     def _read(self, part: tuple[int, int, str]) -> list[Conversation]:
         _, count, key = part
         if self._loaded is None or self._loaded[0] != key:
-            rows = [parse_row(json.loads(line), "", "") for line in self.cache.get(key).decode().split("\n") if line]
+            rows = [parse_row(json.loads(line), "", "") for line in self.cache.get(key).splitlines()]
             if len(rows) != count:
                 raise ActorError(f"{self.cache.url(key)} holds {len(rows)} conversations, its name says {count}: it was changed")
             self._loaded = (key, rows)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.answers import AnswerStore
+from actors.caching import run_cache
 from actors.cluster import ClusterSettings, cluster
 from actors.engines.base import EngineSettings
 from actors.engines.vllm import vllm_environment
 from actors.ledger import LedgerSettings
-from actors.producer import CacheRecipe, ProducerSettings, batches, run_cache, skip_reason
+from actors.rows import CacheRecipe, ProducerSettings, batches, skip_reason
 from pipelines.job import write_json
 from pipelines.target import Target, load_target_config
 from storage.contract import Capture, Contract, ensure_contract

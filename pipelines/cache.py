@@ -6,9 +6,8 @@ whole, `--gc` removes what belongs to nobody.
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 import hydra
@@ -17,16 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.progress import Progress, TaskID
 
 from actors.answers import AnswerStore
+from actors.caching import run_cache
 from actors.cluster import cluster
-from actors.engines.base import EngineSettings
+from actors.engines.base import AnswerSettings, EngineSettings
 from actors.ledger import LedgerSettings, LedgerStatus, committed_status
-from actors.producer import CacheRecipe, ProducerSettings, run_cache
+from actors.prompts import PromptStore
 from actors.recheck import RecheckRecipe
+from actors.rows import CacheRecipe, OnePass, ProducerSettings, claim_source
 from pipelines.cache_upkeep import UpkeepConfig, gc, require_cache, stat, verify
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
 from pipelines.machine import engine_count
+from pipelines.prepare import read_conversations
 from pipelines.target import Target, describe
-from storage.commits import read_commits
 from storage.contract import MASK_RULE, MASK_RULE_TRUNCATED, Capture, Contract, ensure_contract
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
@@ -53,6 +54,7 @@ class ProducerConfig(BaseModel):
     batch_rows: int = Field(ge=1)
     kv_cache_gib: int = Field(ge=1)
     tensor_parallel: int = Field(ge=1)
+    one_pass: bool
     pending_mib: int = Field(ge=1)
 
 
@@ -79,22 +81,27 @@ def main(cfg: DictConfig) -> None:
     if job.mode != "build":
         look_after(job, store)
         return
+    # A long job bears an outage of minutes.
+    cache = ObjectStore(replace(store.child(job.places.cache).settings, attempts=14))
     answers = AnswerStore(store.child(job.places.answers))
-    if not answers.rows:
+    if not job.producer.one_pass and not answers.rows:
         raise JobError(
-            f"{answers.store.settings.root} holds no answers yet. Run `python -m pipelines.regenerate` with the same target and corpus."
+            f"{answers.store.settings.root} holds no answers yet. Run `python -m pipelines.regenerate` with the same target and corpus, "
+            "or let them be given while caching: `producer.one_pass=true`."
         )
+    prompts = read_conversations(store.child(job.places.prompts), "train") if job.producer.one_pass else []
     target = job.target.resolve(notices.print)
-    cache = store.child(job.places.cache)
     recipe = make_recipe(job, target, cache, answers.store)
+    claim_source(recipe)
     ensure_contract(cache, recipe.contract)
+    rows = PromptStore(cache).add(prompts) if job.producer.one_pass else answers.rows
     started = time.perf_counter()
     ledger = LedgerSettings(job.lease.rows, job.lease.seconds, job.lease.attempts)
-    status, reports = committed_status(cache, answers.rows), list[dict[str, float]]()
-    if status.done < answers.rows:
+    status, reports = committed_status(cache, rows), list[dict[str, float]]()
+    if status.done < rows:
         with cluster(job.cluster), progress() as bar:
-            task = bar.add_task("caching", total=answers.rows, note="starting the engines")
-            status, reports = run_cache(recipe, answers.rows, ledger, _watch(bar, task, status.tokens))
+            task = bar.add_task("caching", total=rows, completed=status.done, note="starting the engines")
+            status, reports = run_cache(recipe, rows, ledger, _watch(bar, task, status.tokens))
     summarize(job, target, cache, status, reports, time.perf_counter() - started)
 
 
@@ -118,7 +125,7 @@ def _watch(bar: Progress, task: TaskID, tokens_before: int) -> Callable[[LedgerS
 
     def on_status(status: LedgerStatus) -> None:
         rate = (status.tokens - tokens_before) / max(time.perf_counter() - started, 1e-9)
-        failed = f"; [red]{sum(f.stop - f.start for f in status.failed)} failed[/]" if status.failed else ""
+        failed = f"; [red]{status.failed_rows} failed[/]" if status.failed else ""
         told = f"{rate:.0f} tokens/s; {status.bytes / 2**20:.0f} MiB; {status.skipped} skipped{failed}"
         bar.update(task, completed=status.done, note=told)
 
@@ -151,10 +158,14 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Obje
             threads=producer.threads,
             tensor_parallel=producer.tensor_parallel,
             kv_cache_gib=producer.kv_cache_gib,
+            answers=AnswerSettings(**job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids)
+            if producer.one_pass
+            else None,
         ),
         mask_token_id=target.mask_token_id,
         stop_ids=target.template.stop_ids,
         keep_truncated=job.cache.keep_truncated,
+        one_pass=OnePass(job.target.enable_thinking) if producer.one_pass else None,
         settings=ProducerSettings(
             producers=producers,
             cpus=producer.threads,
@@ -169,10 +180,9 @@ def summarize(
     job: CacheJob, target: Target, cache: ObjectStore, status: LedgerStatus, reports: list[dict[str, float]], seconds: float
 ) -> None:
     """Compact the commits into a manifest, say what is in the cache, and exit with 1 if rows failed."""
-    commits = read_commits(cache)
-    manifest = Manifest.from_commits(commits)
+    manifest = Manifest.current(cache)
     manifest.save(cache)
-    skipped = Counter(row.reason for commit in commits for row in commit.skipped)
+    skipped = manifest.tally.skipped
     tokens = max(status.tokens, 1)
     published = published_bytes(len(target.layer_ids), target.identity.hidden_size)
     worked = sum(report["tokens"] for report in reports)
@@ -181,7 +191,7 @@ def summarize(
     finish(
         f"cache of {job.target.name} on {job.corpus.name}",
         {
-            "rows": f"{status.cached} cached, {status.skipped} skipped" + (f", {status.rows - status.done} failed" if failed else ""),
+            "rows": f"{status.cached} cached, {status.skipped} skipped" + (f", {status.failed_rows} failed" if failed else ""),
             "skipped": ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()) or "none",
             "tokens": str(status.tokens),
             "bytes a token": f"{status.bytes / tokens:.0f} ({status.bytes / tokens / published:.2f} of published), codec {job.cache.codec}",

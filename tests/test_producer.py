@@ -5,28 +5,34 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import ray
+from s3_proxy import Fault, proxy
 from s3_server import S3Server
 from safetensors.torch import load_file, save_file
 from storage_cases import to_bf16
 from tiny_models import write_tiny_model
 
+from actors import caching
 from actors.answers import AnswerStore, write_part
+from actors.caching import ProducerActor, run_cache
 from actors.cluster import ClusterSettings, cluster
-from actors.engines.base import EngineSettings
+from actors.engines.base import Captured, EngineSettings
 from actors.engines.hf import HfEngine
 from actors.errors import ActorError
 from actors.ledger import LedgerSettings, LedgerStatus
-from actors.producer import ByteBudget, CacheRecipe, ProducerSettings, batches, run_cache
+from actors.producer import ByteBudget
+from actors.rows import CacheRecipe, ProducerSettings, batches
 from corpus.answers import AnsweredRow
 from corpus.template import ChatTemplate
 from storage.commits import read_commits
 from storage.contract import Capture, Contract, ensure_contract
+from storage.errors import StorageUnavailable
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore, StorageSettings
 from storage.reader import SampleReader
@@ -38,6 +44,7 @@ LAYER_IDS = (0, 3, 5)
 MAX_LENGTH = 48
 LEASES = LedgerSettings(lease_rows=4, lease_seconds=20.0)
 POISON = 9  # token id whose embedding is NaN in the poisoned model
+DEADLY = 8
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +186,11 @@ def processes(kind: str) -> list[psutil.Process]:
 
 
 class Killer(threading.Thread):
-    """Kills a producer when the first lease is committed, and the ledger some commits later; notes every producer that it sees."""
+    """Kills a producer when the first lease is committed, the ledger some commits later, then both; notes every producer that it sees."""
 
     def __init__(self, commits: Path) -> None:
         super().__init__(daemon=True)
-        self.commits, self.victims = commits, [(1, "Producer"), (4, "Ledger")]
+        self.commits, self.victims = commits, [(1, "Producer"), (4, "Ledger"), (8, "Producer"), (8, "Ledger")]
         self.before = {process.pid for process in processes("")}
         self.producers: set[int] = set()
 
@@ -199,7 +206,7 @@ class Killer(threading.Thread):
         self.producers |= {process.pid for process in processes("Producer")} - self.before
 
 
-def test_every_row_is_cached_once_on_s3_though_a_producer_and_the_ledger_are_killed(running_ray, model, s3):
+def test_every_row_is_cached_once_on_s3_though_producers_and_the_ledger_are_killed(running_ray, model, s3):
     recipe = make_recipe(model, s3.store("killed"))
     rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(120)]
     killer = Killer(s3.path("killed", "cache/commits"))
@@ -207,10 +214,55 @@ def test_every_row_is_cached_once_on_s3_though_a_producer_and_the_ledger_are_kil
     status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, killer.watch)
     assert (status.done, status.cached, status.failed) == (120, 120, ())
     assert not killer.victims
-    assert len(killer.producers) == 3
+    assert len(killer.producers) == 4
     assert len(reports) == 2
-    assert {commit.epoch for commit in read_commits(recipe.cache)} == {2, 3}  # epoch 1 only looked whether there is work
+    assert {1, 3} <= {commit.epoch for commit in read_commits(recipe.cache)} <= {1, 2, 3}
     check_whole(recipe, rows, {})
+
+
+class DeadlyEngine(HfEngine):
+    """Takes its whole process along when it meets a certain token."""
+
+    def prefill(self, rows: Sequence[Sequence[int]]) -> list[Captured]:
+        if any(DEADLY in row for row in rows):
+            os._exit(1)
+        return super().prefill(rows)
+
+
+class DeadlyProducer(ProducerActor):
+    def __init__(self, name: str, recipe: CacheRecipe) -> None:
+        super().__init__(name, recipe)
+        self.source.engine = DeadlyEngine(recipe.engine)
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_its_producer_is_reported_and_the_rest_is_cached(running_ray, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(caching, "TargetProducer", ray.remote(max_restarts=0)(DeadlyProducer))
+    recipe = make_recipe(model, ObjectStore(StorageSettings(str(tmp_path))))
+    rows = [answer(recipe, f"row{n:02d}", n, holds=DEADLY if n == 6 else 11) for n in range(12)]
+    status, _ = run_cache(recipe, add_answers(recipe, rows), LEASES, ignore)
+    assert (status.done, status.cached, status.open) == (11, 11, 0)
+    (failure,) = status.failed
+    assert (failure.start, failure.stop) == (6, 7)
+    assert failure.reason.startswith("its producer died: ")
+    assert set(cached_samples(recipe)) == {row.row_id for row in rows} - {"row06.0"}
+
+
+@pytest.mark.slow
+def test_expired_credentials_stop_the_job_with_one_line_and_the_next_run_goes_on(running_ray, model, s3):
+    with proxy(s3) as through:
+        root = ObjectStore(dataclasses.replace(through.server.settings("expired"), attempts=2))
+        recipe = make_recipe(model, root)
+        rows = [answer(recipe, f"row{n:02d}", n) for n in range(12)]
+        count = add_answers(recipe, rows)
+        through.faults = [Fault("expired", "PUT", "shards", times=10**6)]
+        with pytest.raises(StorageUnavailable, match="the S3 credentials have expired; renew them and run the same command again"):
+            run_cache(recipe, count, LEASES, ignore)
+        assert not read_commits(recipe.cache)
+        through.faults = []
+        status, _ = run_cache(recipe, count, LEASES, ignore)
+        assert (status.cached, status.failed) == (12, ())
+        check_whole(recipe, rows, {})
 
 
 def test_an_engine_that_cannot_start_is_named_at_once(running_ray, model, tmp_path):
@@ -245,26 +297,20 @@ def test_batches_hold_every_row_once_within_their_bounds(model, tmp_path):
 
 
 def test_the_byte_budget_lets_through_what_fits_and_one_that_never_would():
-    budget, passed = ByteBudget(100), []
+    budget, passed, full = ByteBudget(100), [], []
 
     def take(amount: int) -> None:
-        budget.take(amount)
+        budget.take(amount, when_full=lambda: full.append(amount))
         passed.append(amount)
 
-    def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 10
-        while len(passed) < count and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     take(60)
-    waiting = [threading.Thread(target=take, args=(amount,), daemon=True) for amount in (50, 500)]
-    for thread in waiting:
+    assert not full
+    for amount in (50, 500):
+        held = budget.held
+        thread = threading.Thread(target=take, args=(amount,), daemon=True)
         thread.start()
-    time.sleep(0.1)
-    assert passed == [60]
-    budget.give(60)
-    wait_for(2)
-    assert len(passed) == 2
-    budget.give(passed[1])
-    wait_for(3)
-    assert sorted(passed) == [50, 60, 500]
+        time.sleep(0.1)
+        assert (passed[-1], full[-1], budget.waiting) == (held, amount, True)
+        budget.give(held)
+        thread.join(timeout=10)
+        assert (passed[-1], budget.held, budget.waiting) == (amount, amount, False)
