@@ -96,7 +96,7 @@ def add_rows(recipe: CacheRecipe, count: int) -> None:
             ids = draw.integers(10, 300, int(draw.integers(8, 40)))
             ids[-1] = recipe.stop_ids[0]
             rows.append(AnsweredRow(f"row{number:07d}", 0, "soak", "chat", ids[:6], ids[6:], "stop"))
-        store.register(write_part(recipe.answers, rows, {}, "vllm"))
+        store.register(write_part(recipe.answers, rows, {}, "test"), 1.0)
 
 
 def resident_mb() -> float:

@@ -88,7 +88,7 @@ def make_world(folder: Path) -> World:
         settings=ProducerSettings(shard_bytes=40_000, pending_bytes=60_000),
     )
     rows = [_row(n, recipe.stop_ids[0]) for n in range(ROWS)]
-    AnswerStore(recipe.answers).register(write_part(recipe.answers, rows, {}, "vllm"))
+    AnswerStore(recipe.answers).register(write_part(recipe.answers, rows, {}, "test"), 1.0)
     ensure_contract(recipe.cache, recipe.contract)
     world = World(recipe, HfEngine(engine), rows, {})
     run_schedule(world, recipe.cache, Plan(random.Random(0), producers=1, quiet=True))
