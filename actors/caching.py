@@ -93,6 +93,8 @@ class _Pool:
         while status.open:
             self._collect(timeout=0.5)
             before, status = status.open, self._status()
+            if status.open and not self.running:
+                self._start()  # a new ledger has forgotten which rows failed, and gives them another chance
             if status.open < before:
                 self.deaths = 0
             if status.commits - commits >= COMPACT_COMMITS:

@@ -64,14 +64,15 @@ def claim_source(recipe: CacheRecipe) -> None:
     source: dict[str, object] = {"rows": "stored answers"}
     if recipe.one_pass and recipe.engine.answers:
         source = {"rows": "answers given while caching", **asdict(recipe.one_pass), **asdict(recipe.engine.answers)}
+    ours = json.loads(json.dumps(source))
     try:
         theirs = json.loads(recipe.cache.get(_SOURCE_KEY))
     except FileNotFoundError:
-        recipe.cache.put(_SOURCE_KEY, json.dumps(source, indent=2).encode())
-        return
+        # Before there was this file, every cache was of stored answers.
+        theirs = {"rows": "stored answers"} if recipe.cache.list("commits/") else ours
+        recipe.cache.put(_SOURCE_KEY, json.dumps(theirs, indent=2).encode())
     except ValueError as error:
         raise ActorError(f"{recipe.cache.url(_SOURCE_KEY)} is damaged ({error}); remove the cache's folder, or copy it again") from error
-    ours = json.loads(json.dumps(source))
     if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
         told = "; ".join(f"{key}: there {theirs.get(key)!r}, asked {ours.get(key)!r}" for key in differing)
         raise ActorError(

@@ -92,8 +92,8 @@ def main(cfg: DictConfig) -> None:
     prompts = read_conversations(store.child(job.places.prompts), "train") if job.producer.one_pass else []
     target = job.target.resolve(notices.print)
     recipe = make_recipe(job, target, cache, answers.store)
-    claim_source(recipe)
     ensure_contract(cache, recipe.contract)
+    claim_source(recipe)
     rows = PromptStore(cache).add(prompts) if job.producer.one_pass else answers.rows
     started = time.perf_counter()
     ledger = LedgerSettings(job.lease.rows, job.lease.seconds, job.lease.attempts)
