@@ -10,8 +10,8 @@ from tiny_models import write_tiny_model
 
 from actors.engines.base import EngineSettings
 from actors.engines.hf import HfEngine
-from actors.producer import make_sample
 from actors.recheck import TOLERANCE, Rechecker, RecheckRecipe, recheck_problems
+from actors.rows import make_sample
 from corpus.answers import AnsweredRow
 from storage.contract import Capture, Contract
 from storage.object_store import ObjectStore, StorageSettings
