@@ -10,9 +10,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from actors.errors import ActorError
 from corpus.answers import AnsweredRow, decode_answers, encode_answers
@@ -161,6 +163,15 @@ class AnswerStore:
                 )
             self._loaded = (part.key, rows)
         return self._loaded[1]
+
+
+def frequent_tokens(answers: AnswerStore, row_ids: Collection[str], count: int, vocabulary: int) -> tuple[int, ...]:
+    """The `count` ids below `vocabulary` that the target said most often in the given rows, ascending; ties and what is left by id."""
+    said = np.zeros(vocabulary, dtype=np.int64)
+    for row in answers:
+        if row.row_id in row_ids:
+            said += np.bincount(row.answer_ids, minlength=vocabulary)[:vocabulary]
+    return tuple(sorted(np.argsort(-said, kind="stable")[:count].tolist()))
 
 
 def answers_hash(answers: AnswerStore) -> str:

@@ -47,9 +47,10 @@ class Decoder:
         dtype = getattr(torch, settings.dtype)
         self.batch_size = settings.batch_size
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        self.target = TransformersTarget(loaded.to(device), layer_ids)
         files = load_drafter(drafter)
-        self.drafter = build_drafter(model, DrafterConfig.from_dict(files.config), settings.dtype)
+        config = DrafterConfig.from_dict(files.config)
+        self.target = TransformersTarget.for_drafter(loaded.to(device), layer_ids, config)
+        self.drafter = build_drafter(model, config, settings.dtype)
         self.drafter.load_trainable(files.tensors)
         self.drafter.to(device).eval()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import DecodingError
-from decoding.propose import DraftBlock, propose, select_rows
+from decoding.propose import DraftBlock, propose
 from decoding.sampling import Draw, RandomStreams, sample, to_probs
 from decoding.settings import Generation, Round, SamplingSettings, Seconds
 from decoding.target import TransformersTarget
@@ -109,7 +109,7 @@ class _Batch:
             chunk = padded[:, begin : begin + step]
             counts = (lengths - begin).clamp(0, chunk.shape[1])
             states = self.target.forward(self.cache, chunk, counts, capture=self.drafter is not None)
-            self._extend(states.features, counts)
+            self._extend(states.features, counts, chunk)
             hidden = states.hidden[torch.arange(len(counts), device=self.device), (counts - 1).clamp(min=0)]
             last = torch.where((lengths > begin)[:, None], hidden, last)  # in the end, that of each prompt's last piece
         logits = self.target.logits(last)
@@ -161,9 +161,9 @@ class _Batch:
         stay = self._leave(stopped, stopped | (self.remaining == 0))
         closed_at = self._now()
         if stay is not None and states.features is not None:
-            self._extend(states.features[stay], committed[stay])
+            self._extend(states.features[stay], committed[stay], tokens[stay])
         elif stay is None:
-            self._extend(states.features, committed)
+            self._extend(states.features, committed, tokens)
         end = self._now()
         spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - drafted_at, end - start])
         self.seconds[requests] += spent / len(requests)
@@ -183,10 +183,10 @@ class _Batch:
             return Verdict(counts, sample(probs, final))
         return verify_sampled(block.tokens, counts, block.probs, probs, self.streams.uniform(Draw.ACCEPT, block.tokens.shape[1]), final)
 
-    def _extend(self, features: Tensor | None, counts: Tensor) -> None:
+    def _extend(self, features: Tensor | None, counts: Tensor, tokens: Tensor) -> None:
         """Append newly committed positions to the drafter's context; the anchor itself has not been through the target yet."""
         if self.drafter is not None and self.context is not None and features is not None and len(counts):
-            self.drafter.extend_context(self.context, features, counts)
+            self.drafter.extend_context(self.context, features, counts, tokens)
 
     def _leave(self, stopped: np.ndarray, finished: np.ndarray) -> Tensor | None:
         """Take finished requests out of the batch.
@@ -212,7 +212,7 @@ class _Batch:
         if room:
             self.cache.select(order.tolist())
             if self.context is not None:
-                select_rows(self.context, order.tolist())
+                self.context.select(order.tolist())
         return stay
 
     def _rounds(self) -> list[list[Round]]:
@@ -254,7 +254,7 @@ def _check(
 
 
 def _check_drafter(target: TransformersTarget, drafter: Drafter) -> None:
-    ours = {"hidden_size": target.config.hidden_size, "vocab_size": target.vocab_size, "captured_layers": len(target.layer_ids)}
+    ours = {"hidden_size": target.config.hidden_size, "vocab_size": target.vocab_size, "captured_layers": target.captured_states}
     for name, own in ours.items():
         theirs = getattr(drafter.config, name)
         if own != theirs:

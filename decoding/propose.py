@@ -1,6 +1,6 @@
 """Draft a block of tokens for every request of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,9 @@ def propose(
     temperature: float,
     streams: RandomStreams,
 ) -> DraftBlock:
-    """Draft `width` tokens after every request's anchor: one backbone pass, then slot by slot through the sequential head, if any.
+    """Draft `width` tokens after every request's anchor.
+
+    One backbone pass, then slot by slot through the sequential head, if any; a chain goes slot by slot throughout.
 
     Args:
         drafter: slot k predicts the token at anchor + k + 1.
@@ -48,13 +50,19 @@ def propose(
         temperature: 0 drafts the likeliest tokens.
         streams: random numbers of each request's present round.
     """
+    uniforms = streams.uniform(Draw.DRAFT, width) if temperature else None
+    if drafter.config.chain:
+        chain = drafter.begin_chain(cache, anchor_positions)
+        tokens, probs = _choose_in_sequence(
+            lambda slot, previous: drafter.base_logits(chain.step(previous)), anchor_tokens, width, temperature, uniforms
+        )
+        return DraftBlock(tokens, probs, None)
     hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions)[:, :width]
     logits = drafter.base_logits(hidden)
-    uniforms = streams.uniform(Draw.DRAFT, width) if temperature else None
     if drafter.head is None:
         tokens, probs = _choose(logits, temperature, uniforms)
     else:
-        tokens, probs = _choose_in_sequence(drafter.head, hidden, logits, anchor_tokens, temperature, uniforms)
+        tokens, probs = _choose_in_sequence(_biased(drafter.head, hidden, logits), anchor_tokens, width, temperature, uniforms)
     confidence = None
     if drafter.confidence is not None:
         previous = torch.cat([anchor_tokens[:, None], tokens[:, :-1]], dim=1)
@@ -70,29 +78,26 @@ def _choose(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tupl
     return sample(probs, uniforms), probs
 
 
-def _choose_in_sequence(
-    head: SequentialHead, hidden: Tensor, logits: Tensor, anchor_tokens: Tensor, temperature: float, uniforms: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Choose slot by slot, each slot's logits biased by the token just chosen (the anchor for the first)."""
-    tokens, probs = [], []
-    previous, state = anchor_tokens, head.begin(len(anchor_tokens))
-    for slot in range(hidden.shape[1]):
+def _biased(head: SequentialHead, hidden: Tensor, logits: Tensor) -> Callable[[int, Tensor], Tensor]:
+    """(slot, previous tokens) -> a slot's logits with the sequential head's bias; to be asked for slot after slot."""
+    state = head.begin(len(hidden))
+
+    def at(slot: int, previous: Tensor) -> Tensor:
+        nonlocal state
         latent, state = head.step(hidden[:, slot], previous, state)
-        biased = logits[:, slot] + head.bias(latent)
-        previous, distribution = _choose(biased, temperature, None if uniforms is None else uniforms[:, slot])
+        return logits[:, slot] + head.bias(latent)
+
+    return at
+
+
+def _choose_in_sequence(
+    logits_at: Callable[[int, Tensor], Tensor], anchor_tokens: Tensor, width: int, temperature: float, uniforms: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Choose slot by slot, each slot's logits from the token just chosen (the anchor for the first)."""
+    tokens, probs, previous = [], [], anchor_tokens
+    for slot in range(width):
+        logits = logits_at(slot, previous)
+        previous, distribution = _choose(logits, temperature, None if uniforms is None else uniforms[:, slot])
         tokens.append(previous)
         probs.append(distribution)
     return torch.stack(tokens, dim=1), None if uniforms is None else torch.stack([p for p in probs if p is not None], dim=1)
-
-
-@torch.inference_mode()
-def select_rows(cache: ContextCache, rows: Sequence[int]) -> None:
-    """Keep the given batch rows of a drafter's context, in that order. Only rows whose place changes are copied."""
-    goal = [new for new, old in enumerate(rows) if old != new]
-    source = [rows[new] for new in goal]
-    for planes in (cache.keys, cache.values):
-        for layer, plane in enumerate(planes):
-            if goal:
-                plane[goal] = plane[source]
-            planes[layer] = plane[: len(rows)]
-    cache.lengths = cache.lengths[list(rows)]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from decoding.cache import RaggedCache
 from decoding.errors import DecodingError
+from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
 from drafters.family import TargetFamily, family_of
 
@@ -23,7 +24,8 @@ class TargetStates:
 
     Attributes:
         hidden: [B, Q, H] last hidden states after the final norm, the LM head's input.
-        features: [B, Q, L*H] residual streams after the captured layers, side by side in layer order; None where none were asked for.
+        features: [B, Q, L*H] residual streams after the captured layers, side by side in layer order, or [B, Q, H] the last hidden states
+            before the final norm; None where none were asked for.
     """
 
     hidden: Tensor
@@ -33,13 +35,14 @@ class TargetStates:
 class TransformersTarget:
     """A Hugging Face causal LM (Llama, Qwen3, Gemma3 types) that decodes requests of different lengths together."""
 
-    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int] = (), last_hidden: bool = False) -> None:
         """Wrap a loaded model; it is put in eval mode and otherwise left as it is.
 
         Args:
             model: with `sdpa` or `eager` attention, in float32, bfloat16 or float64.
             layer_ids: captured decoder layers, 0-based and ascending; id k gives HF's hidden_states[k + 1], -1 the embedding output.
                 The final layer is refused, since HF gives it normed.
+            last_hidden: capture the last hidden state before the final norm instead (what MTP-1 reads).
 
         Raises:
             DecodingError: for an unknown family, for layer ids the model lacks, for an attention without explicit masks, for a layer type
@@ -47,7 +50,7 @@ class TransformersTarget:
         """
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        self.layer_ids = tuple(layer_ids)
+        self.layer_ids, self._last_hidden = tuple(layer_ids), last_hidden
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._family = _family(model)
@@ -59,6 +62,18 @@ class TransformersTarget:
                 f"Load it with attn_implementation='sdpa'."
             )
         self._check_against_model()
+
+    @classmethod
+    def for_drafter(cls, model: PreTrainedModel, layer_ids: Sequence[int], config: DrafterConfig) -> "TransformersTarget":
+        """Capturing what a drafter of this configuration reads: its contract's layers, or the last hidden state."""
+        if config.kind.context == "last_hidden":
+            return cls(model, last_hidden=True)
+        return cls(model, layer_ids)
+
+    @property
+    def captured_states(self) -> int:
+        """States of H numbers captured at each position."""
+        return 1 if self._last_hidden else len(self.layer_ids)
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +153,8 @@ class TransformersTarget:
         Hooks rather than output_hidden_states, which would keep every layer's states of a long prompt alive.
         """
         streams: list[Tensor] = []
-        hooks = [self._hook(layer, streams) for layer in self.layer_ids] if capture else []
+        layers = (self.config.num_hidden_layers - 1,) if self._last_hidden else self.layer_ids
+        hooks = [self._hook(layer, streams) for layer in layers] if capture else []
         try:
             yield streams
         finally:

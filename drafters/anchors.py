@@ -48,3 +48,14 @@ def block_validity(loss_mask: Tensor, sequence_ends: Tensor, anchors: Tensor, bl
     inside = labels < sequence_ends[:, None]
     supervised = loss_mask[labels.clamp(max=max(len(loss_mask) - 1, 0))]
     return (inside & supervised).cumprod(1).bool()
+
+
+def chain_validity(loss_mask: Tensor, sequence_starts: Tensor, sequence_ends: Tensor, anchors: Tensor, block_length: int) -> Tensor:
+    """Which slots of a chain are trained: those whose label is supervised and inside the sequence, whatever the labels before it are.
+
+    An anchor at its sequence's start has no row before it, hence no slot. Arguments and result as in `block_validity`; sequence_starts
+    [A] are the first flat indices.
+    """
+    labels = anchors[:, None] + torch.arange(1, block_length + 1, device=anchors.device)
+    inside = (labels < sequence_ends[:, None]) & (anchors > sequence_starts)[:, None]
+    return inside & loss_mask[labels.clamp(max=max(len(loss_mask) - 1, 0))]

@@ -1,4 +1,7 @@
-"""Attention of draft blocks: each block sees its sequence's context strictly before its anchor, and itself in both directions.
+"""Attention of draft blocks: each block sees its sequence's context strictly before its start, and the slots of its own that it is given.
+
+Parallel drafters ask for a whole block at once, with the keys of all its slots. Chains ask slot by slot, with the keys of the slots so far:
+that is Eagle3's training-time test, causal over the target's rows plus the diagonal of the earlier steps.
 
 Three interchangeable backends, equal in value: `split` (CPU: dense only in the context keys, one softmax over context and block scores),
 `sdpa` (one masked call per sequence, quadratic in the number of blocks), `flex` (one call for the whole batch, CUDA).
@@ -6,6 +9,7 @@ Three interchangeable backends, equal in value: `split` (CPU: dense only in the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,22 +22,38 @@ from drafters.errors import DrafterError
 BACKENDS = ("split", "sdpa", "flex")
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Which slots of every block ask at once, and what they may see. Slot j stands at position start + j.
+
+    Attributes:
+        count: m, slots that ask.
+        window: a slot at q sees context positions p with q - p < window; None for all before the block's start.
+        first: the first of them.
+        keys: n, slots of the block whose keys they are given, all visible to all; m where None.
+        lag: a block starts this many positions before its anchor (1 in a chain, whose first slot is the row before the anchor).
+    """
+
+    count: int
+    window: int | None = None
+    first: int = 0
+    keys: int | None = None
+    lag: int = 0
+
+    @property
+    def own(self) -> int:
+        return self.count if self.keys is None else self.keys
+
+
 class BlockAttention(Protocol):
     """Attention over one batch's blocks; made once per batch, called by every layer."""
 
     def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
-        """q [A, m, heads, d], context_k/v [N_tok, kv_heads, d], block_k/v [A, m, kv_heads, d] -> [A, m, heads, d]."""
+        """q [A, m, heads, d], context_k/v [N_tok, kv_heads, d], block_k/v [A, n, kv_heads, d] -> [A, m, heads, d]."""
 
 
-def plan_attention(batch: TrainBatch, slots: int, window: int | None, backend: str) -> BlockAttention:
-    """Prepare the masks of one batch for a backend.
-
-    Args:
-        batch: the packed sequences and anchors.
-        slots: m, input slots per block; slot j stands at position anchor + j.
-        window: a slot at q sees context positions p with q - p < window; None for all before the anchor.
-        backend: one of BACKENDS.
-    """
+def plan_attention(batch: TrainBatch, slots: Slots, backend: str) -> BlockAttention:
+    """Prepare the masks of one batch (its packed sequences and anchors) for one of BACKENDS."""
     kinds: dict[str, type[SplitAttention] | type[SdpaAttention] | type[FlexAttention]] = {
         "split": SplitAttention,
         "sdpa": SdpaAttention,
@@ -41,13 +61,13 @@ def plan_attention(batch: TrainBatch, slots: int, window: int | None, backend: s
     }
     if backend not in kinds:
         raise DrafterError(f"attention backend {backend!r} is unknown, expected one of {', '.join(BACKENDS)}")
-    return kinds[backend](batch, slots, window)
+    return kinds[backend](batch, slots)
 
 
 class _PerSequence:
-    """For each sequence with anchors: its slice of blocks, its slice of context up to the last anchor, and who sees what there."""
+    """For each sequence with anchors: its slice of blocks, its slice of context up to the last block, and who sees what there."""
 
-    def __init__(self, batch: TrainBatch, slots: int, window: int | None) -> None:
+    def __init__(self, batch: TrainBatch, slots: Slots) -> None:
         counts = torch.bincount(batch.anchor_sequence, minlength=len(batch.offsets) - 1).tolist()
         starts, self.parts, first = batch.offsets.tolist(), [], 0
         for sequence, count in enumerate(counts):
@@ -55,19 +75,19 @@ class _PerSequence:
                 continue
             blocks = slice(first, first + count)
             first += count
-            anchors = batch.anchors[blocks] - starts[sequence]
-            length = int(anchors[-1])
-            visible = visible_context(anchors, torch.arange(length, device=anchors.device), slots, window)
+            begins = batch.anchors[blocks] - starts[sequence] - slots.lag
+            length = max(int(begins[-1]), 0)
+            visible = visible_context(begins, torch.arange(length, device=begins.device), slots)
             self.parts.append((blocks, slice(starts[sequence], starts[sequence] + length), visible))
 
 
-def visible_context(anchors: Tensor, positions: Tensor, slots: int, window: int | None) -> Tensor:
-    """[B, m, T] bool: may slot j of the block at anchors[b] see the context at positions[t]?"""
-    before = positions[None, None, :] < anchors[:, None, None]
-    if window is None:
-        return before.expand(-1, slots, -1)
-    queries = anchors[:, None] + torch.arange(slots, device=anchors.device)
-    return before & (queries[:, :, None] - positions < window)
+def visible_context(starts: Tensor, positions: Tensor, slots: Slots) -> Tensor:
+    """[B, m, T] bool: may an asking slot of the block that starts at starts[b] see the context at positions[t]?"""
+    before = positions[None, None, :] < starts[:, None, None]
+    if slots.window is None:
+        return before.expand(-1, slots.count, -1)
+    queries = starts[:, None] + slots.first + torch.arange(slots.count, device=starts.device)
+    return before & (queries[:, :, None] - positions < slots.window)
 
 
 def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor, visible: Tensor) -> Tensor:
@@ -76,7 +96,7 @@ def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Te
     Args:
         q: [B, m, heads, d].
         context_k, context_v: [T, kv_heads, d] shared by all blocks, or [B, T, kv_heads, d].
-        block_k, block_v: [B, m, kv_heads, d].
+        block_k, block_v: [B, n, kv_heads, d], seen by every query of their block.
         visible: [B, m, T] bool for the context.
 
     Returns:
@@ -96,7 +116,7 @@ def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Te
     hidden = ~visible[:, None, None].expand(-1, 1, group, -1, -1).reshape(blocks, 1, group * slots, -1)
     scores = torch.cat([seen.masked_fill(hidden, float("-inf")), own], dim=-1)
     weights = scores.softmax(-1)
-    seen, own = weights.split([context_k.shape[-3], slots], dim=-1)
+    seen, own = weights.split([context_k.shape[-3], block_k.shape[1]], dim=-1)
     out = own @ block_v.transpose(1, 2)
     if context_v.dim() == 3:
         flat = seen.transpose(0, 1).reshape(kv_heads, blocks * group * slots, -1)
@@ -121,13 +141,14 @@ class SplitAttention(_PerSequence):
 class SdpaAttention(_PerSequence):
     """torch's scaled_dot_product_attention with a dense mask over context and all blocks of a sequence."""
 
-    def __init__(self, batch: TrainBatch, slots: int, window: int | None) -> None:
-        super().__init__(batch, slots, window)
+    def __init__(self, batch: TrainBatch, slots: Slots) -> None:
+        super().__init__(batch, slots)
         self.masks = []
         for blocks, _, visible in self.parts:
             count = blocks.stop - blocks.start
-            same_block = torch.eye(count, dtype=torch.bool, device=visible.device).repeat_interleave(slots, 0).repeat_interleave(slots, 1)
-            self.masks.append(torch.cat([visible.reshape(count * slots, -1), same_block], dim=1))
+            same = torch.eye(count, dtype=torch.bool, device=visible.device)
+            same = same.repeat_interleave(slots.count, 0).repeat_interleave(slots.own, 1)
+            self.masks.append(torch.cat([visible.reshape(count * slots.count, -1), same], dim=1))
 
     def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
         results = []
@@ -146,29 +167,30 @@ class FlexAttention:
     On the CPU it gives values only (torch has no backward for it there).
     """
 
-    def __init__(self, batch: TrainBatch, slots: int, window: int | None) -> None:
+    def __init__(self, batch: TrainBatch, slots: Slots) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
         tokens, blocks = len(batch.input_ids), batch.num_anchors
         device = batch.input_ids.device
-        steps = torch.arange(slots, device=device)
+        steps = slots.first + torch.arange(slots.count, device=device)
         lengths = batch.offsets[1:] - batch.offsets[:-1]
         token_sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-        query_block = torch.arange(blocks, device=device).repeat_interleave(slots)
-        query_anchor = batch.positions[batch.anchors].repeat_interleave(slots)
-        query_position = query_anchor + steps.repeat(blocks)
-        query_sequence = batch.anchor_sequence.repeat_interleave(slots)
-        # Tables over all keys: context entries carry their position and block -1, block slots carry their block.
-        key_block = torch.cat([torch.full((tokens,), -1, device=device), query_block])
-        key_sequence = torch.cat([token_sequence, query_sequence])
-        key_position = torch.cat([batch.positions, query_position])
-        reach = tokens + slots + 1 if window is None else window
+        query_block = torch.arange(blocks, device=device).repeat_interleave(slots.count)
+        query_start = batch.positions[batch.anchors].repeat_interleave(slots.count) - slots.lag
+        query_position = query_start + steps.repeat(blocks)
+        query_sequence = batch.anchor_sequence.repeat_interleave(slots.count)
+        # Tables over all keys: context entries carry their position and block -1, block slots carry their block and no position.
+        own_block = torch.arange(blocks, device=device).repeat_interleave(slots.own)
+        key_block = torch.cat([torch.full((tokens,), -1, device=device), own_block])
+        key_sequence = torch.cat([token_sequence, batch.anchor_sequence.repeat_interleave(slots.own)])
+        key_position = torch.cat([batch.positions, torch.zeros_like(own_block)])
+        reach = tokens + int(steps[-1]) + 2 if slots.window is None else slots.window
 
         def rule(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            context = (key_block[key] < 0) & (key_sequence[key] == query_sequence[query]) & (key_position[key] < query_anchor[query])
+            context = (key_block[key] < 0) & (key_sequence[key] == query_sequence[query]) & (key_position[key] < query_start[query])
             return (context & (query_position[query] - key_position[key] < reach)) | (key_block[key] == query_block[query])
 
-        self.mask = create_block_mask(rule, None, None, blocks * slots, tokens + blocks * slots, device=str(device))
+        self.mask = create_block_mask(rule, None, None, blocks * slots.count, tokens + blocks * slots.own, device=str(device))
         self.device = device
 
     def __call__(self, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
-"""The parallel backbone of DSpark and DFlash: fuse the target's states into context, run a block of slots over it (DESIGN 5)."""
+"""The parallel backbone of DSpark and DFlash: fuse the target's states into context, run a block of slots over it (DESIGN 5).
+
+Its parts (rotary positions, projections, feed-forward, context cache) serve the chains too.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.attention import BlockAttention, joint_attention, plan_attention, visible_context
+from drafters.attention import BlockAttention, Slots, joint_attention, plan_attention, visible_context
 from drafters.batch import TrainBatch
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
@@ -36,38 +41,73 @@ class ContextCache:
     Attributes:
         lengths: [B] int64, context positions held per request; the next one has position lengths[b].
         keys, values: per layer [B, max_length, kv_heads, head_dim]; entries past a request's length are never read.
+        pending: [B, H] in a chain, else [B, 0]: the state of the last position held, whose row waits for the token after it.
     """
 
-    def __init__(
-        self, layers: int, batch_size: int, max_length: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (batch_size, max_length, kv_heads, head_dim)
+    def __init__(self, config: DrafterConfig, batch_size: int, max_length: int, like: Tensor, pending: int = 0) -> None:
+        shape, layers = (batch_size, max_length, config.num_kv_heads, config.head_dim), range(config.num_layers)
         self.max_length = max_length
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
+        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in layers]
+        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in layers]
+        self.pending = torch.zeros(batch_size, pending, dtype=like.dtype, device=like.device)
 
     def truncate(self, lengths: Tensor) -> None:
         """Forget positions from lengths[b] on.
 
         Raises:
-            DrafterError: where a request holds fewer positions than that.
+            DrafterError: where a request holds fewer positions than that, or in a chain, which keeps no state but the last.
         """
-        if bool((lengths > self.lengths).any()) or bool((lengths < 0).any()):
+        if bool((lengths > self.lengths).any()) or bool((lengths < 0).any()) or self.pending.shape[1]:
             raise DrafterError(f"cannot truncate a context of {self.lengths.tolist()} positions to {lengths.tolist()}")
         self.lengths = lengths.to(self.lengths)
 
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the given requests, in that order. Only rows whose place changes are copied."""
+        goal = [new for new, old in enumerate(rows) if old != new]
+        source = [rows[new] for new in goal]
+        for planes in (self.keys, self.values):
+            for layer, plane in enumerate(planes):
+                if goal:
+                    plane[goal] = plane[source]
+                planes[layer] = plane[: len(rows)]
+        self.lengths, self.pending = self.lengths[list(rows)], self.pending[list(rows)]
+
+    def require_room(self, features: Tensor, counts: Tensor, width: int) -> None:
+        """DrafterError unless the first counts[b] rows of features [B, n, width] can be appended to every request."""
+        batch_size, n, given = features.shape
+        if batch_size != len(self.lengths) or given != width or bool((counts > n).any()):
+            raise DrafterError(
+                f"context features [{batch_size}, {n}, {given}] with counts {counts.tolist()} do not fit a cache of {len(self.lengths)} "
+                f"requests and captured states of {width} numbers a position"
+            )
+        if bool((self.lengths + counts > self.max_length).any()):
+            raise DrafterError(f"context of {(self.lengths + counts).max()} positions exceeds the cache's max_length {self.max_length}")
+
+    def require_context(self, positions: Tensor) -> None:
+        """DrafterError where the context before an anchor [B] is not held."""
+        if bool((self.lengths < positions).any()):
+            raise DrafterError(
+                f"anchors at {positions.tolist()} need the context before them, the cache holds {self.lengths.tolist()} positions"
+            )
+
+
+def rotary_of(config: DrafterConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """The drafter's rotary positions [...]."""
+    return Rotary(positions, config.head_dim, config.rope_theta, dtype)
+
 
 class Attention(nn.Module):
-    """Projections of one layer; context and block share K, V and the key norm."""
+    """Projections of one layer; context and block share K, V and the key norm. `inputs` numbers a slot come in, H go out."""
 
-    def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
+    def __init__(self, config: DrafterConfig, inputs: int, bf16: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, bf16=bf16, dtype=dtype)
-        self.k_proj = Linear(config.hidden_size, kv_width, bf16=bf16, dtype=dtype)
-        self.v_proj = Linear(config.hidden_size, kv_width, bf16=bf16, dtype=dtype)
+        self.q_proj = Linear(inputs, width, bf16=bf16, dtype=dtype)
+        self.k_proj = Linear(inputs, kv_width, bf16=bf16, dtype=dtype)
+        self.v_proj = Linear(inputs, kv_width, bf16=bf16, dtype=dtype)
         self.o_proj = Linear(width, config.hidden_size, bf16=bf16, dtype=dtype)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
@@ -101,7 +141,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, bf16, dtype)
+        self.self_attn = Attention(config, config.hidden_size, bf16, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = MLP(config, bf16, dtype)
 
@@ -124,14 +164,12 @@ class Backbone(nn.Module):
         self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.layers = nn.ModuleList(DraftLayer(config, bf16, dtype) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        init_linears(self)
 
     def forward(self, batch: TrainBatch, target_head: TargetHead, backend: str) -> Tensor:
         """Hidden states of every predicted slot, [A, g, H]; slot k predicts the token at anchor + k + 1 in either layout."""
         slots = self.config.input_slots
-        attend = plan_attention(batch, slots, self.config.window, backend)
+        attend = plan_attention(batch, Slots(slots, self.config.window), backend)
         context = self.fuse(batch.context)
         return self._run(
             target_head,
@@ -147,8 +185,7 @@ class Backbone(nn.Module):
 
     def new_cache(self, batch_size: int, max_length: int) -> ContextCache:
         """An empty ContextCache on the drafter's device and dtype."""
-        weight, config = self.fc.weight, self.config
-        return ContextCache(config.num_layers, batch_size, max_length, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+        return ContextCache(self.config, batch_size, max_length, self.fc.weight)
 
     @torch.no_grad()
     def extend(self, cache: ContextCache, features: Tensor, counts: Tensor) -> None:
@@ -157,15 +194,8 @@ class Backbone(nn.Module):
         Raises:
             DrafterError: shapes that disagree, or more positions than the cache was made for.
         """
-        batch_size, n, width = features.shape
-        if batch_size != len(cache.lengths) or width != self.fc.in_features or bool((counts > n).any()):
-            raise DrafterError(
-                f"context features [{batch_size}, {n}, {width}] with counts {counts.tolist()} do not fit a cache of {len(cache.lengths)} "
-                f"requests and {self.config.captured_layers} captured layers of {self.config.hidden_size}"
-            )
-        if bool((cache.lengths + counts > cache.max_length).any()):
-            raise DrafterError(f"context of {(cache.lengths + counts).max()} positions exceeds the cache's max_length {cache.max_length}")
-        rows, columns = (torch.arange(n, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
+        cache.require_room(features, counts, self.fc.in_features)
+        rows, columns = (torch.arange(features.shape[1], device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
         places = cache.lengths[rows] + columns
         context, rotary = self.fuse(features[rows, columns]), self._rotary(places)
         for layer, keys, values in zip(self._layers(), cache.keys, cache.values, strict=True):
@@ -179,13 +209,10 @@ class Backbone(nn.Module):
         Raises:
             DrafterError: where the context before an anchor is not in the cache.
         """
-        if bool((cache.lengths < anchor_positions).any()):
-            raise DrafterError(
-                f"anchors at {anchor_positions.tolist()} need the context before them, the cache holds {cache.lengths.tolist()} positions"
-            )
+        cache.require_context(anchor_positions)
         longest = int(anchor_positions.max())
         positions = torch.arange(longest, device=anchor_positions.device)
-        visible = visible_context(anchor_positions, positions, self.config.input_slots, self.config.window)
+        visible = visible_context(anchor_positions, positions, Slots(self.config.input_slots, self.config.window))
 
         def attend(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
             return joint_attention(q, context_k, context_v, block_k, block_v, visible)
@@ -207,7 +234,14 @@ class Backbone(nn.Module):
         return self.norm(x[:, slots - self.config.block_length :])
 
     def _rotary(self, positions: Tensor) -> Rotary:
-        return Rotary(positions, self.config.head_dim, self.config.rope_theta, self.fc.weight.dtype)
+        return rotary_of(self.config, positions, self.fc.weight.dtype)
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def init_linears(module: nn.Module) -> None:
+    """Fresh weights of every linear map below `module`."""
+    for inner in module.modules():
+        if isinstance(inner, Linear):
+            nn.init.normal_(inner.weight, std=0.02)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.anchors import block_validity
+from drafters.anchors import block_validity, chain_validity
 from drafters.errors import DrafterError
 
 
@@ -40,7 +40,7 @@ class BlockTargets:
         labels: token at anchor + k + 1.
         previous: token at anchor + k, which the sequential head conditions on.
         teacher_rows: index into TrainBatch.last_hidden of the state at anchor + k.
-        valid: every label up to this slot is supervised and inside the sequence.
+        valid: trained, see `anchors.block_validity` and `chain_validity`.
     """
 
     labels: Tensor
@@ -83,14 +83,14 @@ class TrainBatch:
         """The same batch on another device."""
         return TrainBatch(**{field.name: getattr(self, field.name).to(device) for field in dataclasses.fields(self)})
 
-    def targets(self, block_length: int) -> BlockTargets:
+    def targets(self, block_length: int, chain: bool = False) -> BlockTargets:
         """Labels, previous tokens, teacher rows and validity of every slot.
 
         Raises:
             DrafterError: where a trained slot has no stored teacher row (the cache was built with another mask).
         """
         steps = torch.arange(block_length, device=self.anchors.device)
-        valid = self.validity(block_length)
+        valid = self.validity(block_length, chain)
         last = max(len(self.input_ids) - 1, 0)
         here = (self.anchors[:, None] + steps).clamp(max=last)
         teacher_rows = self.teacher_row[here]
@@ -104,9 +104,12 @@ class TrainBatch:
             )
         return BlockTargets(self.input_ids[(here + 1).clamp(max=last)], self.input_ids[here], teacher_rows.clamp(min=0), valid)
 
-    def validity(self, block_length: int) -> Tensor:
-        """[A, g] bool, see `anchors.block_validity`."""
-        return block_validity(self.loss_mask, self.offsets[self.anchor_sequence + 1], self.anchors, block_length)
+    def validity(self, block_length: int, chain: bool = False) -> Tensor:
+        """[A, g] bool, which slots are trained: `anchors.block_validity`, in a chain `anchors.chain_validity`."""
+        ends = self.offsets[self.anchor_sequence + 1]
+        if chain:
+            return chain_validity(self.loss_mask, self.offsets[self.anchor_sequence], ends, self.anchors, block_length)
+        return block_validity(self.loss_mask, ends, self.anchors, block_length)
 
 
 def pack(samples: Sequence[SampleTensors], anchors: Sequence[Tensor]) -> TrainBatch:

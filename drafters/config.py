@@ -10,8 +10,7 @@ from typing import Any
 from drafters.errors import DrafterError
 from drafters.family import family_of, text_config
 
-ALGORITHMS = ("dspark", "dflash")
-LAYOUTS = ("dspark", "zlab")
+LAYOUTS = ("dspark", "zlab", "chain")
 HEADS = ("none", "markov", "gated", "rnn")
 ACTIVATIONS = ("silu", "gelu_tanh")
 _COUNTS = (
@@ -28,20 +27,52 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
+class Algorithm:
+    """What sets one drafting algorithm apart from the others.
+
+    Attributes:
+        layouts: block layouts it knows, its own first.
+        heads: it may have a sequential and a confidence head.
+        context: which of the target's states it reads: those of the captured `layers`, or the `last_hidden` one of every position.
+        layers, block: the only depth and block length it has, None where they are free.
+        per_sequence: the loss is a mean over a sequence's slots, then over sequences (for Eagle3 a mean over all tokens is known to hurt).
+    """
+
+    layouts: tuple[str, ...]
+    heads: bool = False
+    context: str = "layers"
+    layers: int | None = None
+    block: int | None = None
+    per_sequence: bool = False
+
+
+ALGORITHMS = {
+    "dspark": Algorithm(("dspark",), heads=True),
+    "dflash": Algorithm(("dspark", "zlab")),
+    "eagle3": Algorithm(("chain",), layers=1, per_sequence=True),
+    "mtp1": Algorithm(("chain",), context="last_hidden", layers=1, block=1),
+}
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Everything that fixes a drafter's parameters and what its outputs mean.
 
     Attributes:
-        algorithm: "dspark" (parallel backbone, optional sequential and confidence head) or "dflash" (backbone only).
+        algorithm: "dspark" (parallel backbone, optional sequential and confidence head), "dflash" (backbone only), "eagle3" (one layer,
+            slot after slot on its own hidden state) or "mtp1" (the same with one slot, on the target's last hidden states).
         layout: "dspark": inputs are the anchor and g-1 masks, slot k predicts the token at anchor + k + 1. "zlab" (the original DFlash):
-            anchor and g masks, slot 0 is untrained, slot k predicts the token at anchor + k.
+            anchor and g masks, slot 0 is untrained, slot k predicts the token at anchor + k. "chain": slot k stands at anchor - 1 + k, its
+            inputs are the token at anchor + k and the state before it (the target's for slot 0, then slot k-1's), it predicts the token at
+            anchor + k + 1.
         hidden_size: H, the target's, since embedding and LM head are shared.
         vocab_size: V, rows of the target's embedding (its padded size, where padded).
-        captured_layers: L, how many of the target's layers feed the context.
+        captured_layers: L, how many of the target's states feed the context (1 for mtp1, the last hidden one).
         block_length: g, tokens drafted per block.
         head, head_rank: the sequential head and its rank r (0 with head "none").
         confidence, confidence_markov: the confidence head, and whether it sees the previous token's W1 row besides h.
         window: a slot at position q attends to context positions p with q - p < window; None: to all before the anchor.
+        draft_vocabulary: eagle3: target ids that may be drafted, ascending; None: all of them.
     """
 
     algorithm: str
@@ -65,14 +96,26 @@ class DrafterConfig:
     qk_norm: bool
     activation: str
     window: int | None = None
+    draft_vocabulary: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.draft_vocabulary, list):  # as JSON has it
+            object.__setattr__(self, "draft_vocabulary", tuple(self.draft_vocabulary))
         self.validate()
 
     @property
     def input_slots(self) -> int:
         """Tokens fed per block: g in the dspark layout, g + 1 in zlab's."""
         return self.block_length + (1 if self.layout == "zlab" else 0)
+
+    @property
+    def chain(self) -> bool:
+        """Slots are worked out one after the other, each from the hidden state and the token of the one before."""
+        return self.layout == "chain"
+
+    @property
+    def kind(self) -> Algorithm:
+        return ALGORITHMS[self.algorithm]
 
     def validate(self) -> None:
         """Raise one DrafterError that lists every mistake in this configuration."""
@@ -109,12 +152,29 @@ class DrafterConfig:
             found.append("confidence_markov is set without confidence")
         if self.confidence_markov and self.head == "none":
             found.append("confidence_markov needs the W1 of a sequential head, but head is 'none'")
-        if self.algorithm == "dflash" and (self.head != "none" or self.confidence):
-            found.append("dflash has neither sequential nor confidence head; use algorithm 'dspark', or head 'none' and confidence false")
-        if self.layout == "zlab" and self.algorithm != "dflash":
-            found.append("layout 'zlab' belongs to algorithm 'dflash'")
+        if self.algorithm in ALGORITHMS:
+            found += self._algorithm_problems(ALGORITHMS[self.algorithm])
         if self.window is not None and not _is_count(self.window):
             found.append(f"window is {self.window!r}, expected a positive integer or null")
+        return found
+
+    def _algorithm_problems(self, kind: Algorithm) -> list[str]:
+        found, name = [], self.algorithm
+        if not kind.heads and (self.head != "none" or self.confidence):
+            found.append(f"{name} has neither sequential nor confidence head; use algorithm 'dspark', or head 'none' and confidence false")
+        if self.layout in LAYOUTS and self.layout not in kind.layouts:
+            found.append(f"layout {self.layout!r} does not belong to {name}, which has {', '.join(kind.layouts)}")
+        if kind.layers is not None and self.num_layers != kind.layers:
+            found.append(f"{name} has num_layers {kind.layers}, not {self.num_layers!r}")
+        if kind.block is not None and self.block_length != kind.block:
+            found.append(f"{name} has block_length {kind.block}, not {self.block_length!r}")
+        if kind.context == "last_hidden" and self.captured_layers != 1:
+            found.append(f"{name} reads one state a position, captured_layers is {self.captured_layers!r}")
+        ids = self.draft_vocabulary
+        if ids is not None and name != "eagle3":
+            found.append(f"a draft vocabulary belongs to eagle3, not to {name}")
+        elif ids is not None and (not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= self.vocab_size):
+            found.append(f"draft_vocabulary must be distinct ids below vocab_size {self.vocab_size}, ascending, and not empty")
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,22 +211,24 @@ def config_from_target(model_config: Mapping[str, Any], captured_layers: int, **
     config = text_config(model_config)
     family = family_of(model_config)
     heads = config["num_attention_heads"]
-    head = options.get("head", "none" if options.get("algorithm") == "dflash" else "markov")
-    confidence = options.get("confidence", options.get("algorithm", "dspark") == "dspark")
+    # An unknown algorithm is told by the configuration itself.
+    kind = ALGORITHMS.get(options.get("algorithm", "dspark"), ALGORITHMS["dspark"])
+    head = options.get("head", "markov" if kind.heads else "none")
+    confidence = options.get("confidence", kind.heads)
     values: dict[str, Any] = {
         "algorithm": "dspark",
-        "layout": "dspark",
+        "layout": kind.layouts[0],
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
-        "num_layers": 5,
+        "num_layers": kind.layers or 5,
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "rms_norm_eps": config["rms_norm_eps"],
         "rope_theta": _rope_theta(config),
         "vocab_size": config["vocab_size"],
-        "captured_layers": captured_layers,
-        "block_length": 7,
+        "captured_layers": 1 if kind.context == "last_hidden" else captured_layers,
+        "block_length": kind.block or 7,
         "head": head,
         "head_rank": 0 if head == "none" else 256,
         "confidence": confidence,

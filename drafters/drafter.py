@@ -1,4 +1,4 @@
-"""A whole drafter: backbone, sequential head, confidence head, its training step and what decoding calls."""
+"""A whole drafter: backbone or chain, sequential head, confidence head, its training step and what decoding calls."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from torch import Tensor, nn
 from drafters.anchors import slot_weights
 from drafters.backbone import Backbone, ContextCache
 from drafters.batch import BlockTargets, TrainBatch
+from drafters.chain import Chain, ChainRun, make_chain
 from drafters.confidence import ConfidenceHead
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
 from drafters.heads import make_head
 from drafters.losses import DraftLoss, LossWeights, draft_loss
+from drafters.precision import project
 from drafters.target_head import TargetHead
+from drafters.vocabulary import make_vocabulary
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class Drafter(nn.Module):
-    """DSpark or DFlash over a frozen target head.
+    """DSpark, DFlash, Eagle3 or MTP-1 over a frozen target head.
 
     Weights are float32 (float64 for a float64 head) and freshly initialised, all norms with ones (the target's final norm would
     start the logits two or three times as wide, hence confidently wrong). state_dict holds the
@@ -43,7 +46,8 @@ class Drafter(nn.Module):
         self.config, self.attention = config, attention
         self.target_head = target_head
         dtype, bf16 = target_head.master_dtype, target_head.compute_dtype == torch.bfloat16
-        self.backbone = Backbone(config, target_head)
+        self.backbone: Backbone | Chain = make_chain(config, target_head) if config.chain else Backbone(config, target_head)
+        self.vocabulary = make_vocabulary(config, target_head)
         self.head = make_head(config, bf16, dtype)
         self.confidence = ConfidenceHead(config, dtype) if config.confidence else None
 
@@ -58,25 +62,25 @@ class Drafter(nn.Module):
 
         Args:
             batch: packed sequences; without any anchor the loss is zero and reaches every parameter.
-            weights: of cross entropy, total variation and confidence.
-            decay: slot k counts exp(-k / decay).
+            weights: of the loss's terms.
+            decay: slot k counts exp(-k / decay); with Eagle3 divided by how many anchors of its sequence have that slot.
             denominator: `denominator(batch, decay)` summed over all ranks and accumulation steps of this optimizer step. Gradients are
                 then to be *summed* over ranks (under DDP, which averages, multiply the loss by the world size).
 
         Returns:
             The scalar loss, and metrics name -> (numerator, denominator), float64 scalars to be added up before dividing:
-            loss, ce, tv, confidence_bce (weighted slots), confidence_bias, one_minus_tv@k, argmax_match@k for k = 1..g (slots) and
-            tau_teacher_forced (blocks whose g slots are all valid).
+            loss, the terms ce, tv, ... and confidence_bce (weighted slots), confidence_bias, one_minus_tv@k, argmax_match@k for k = 1..g
+            (slots) and tau_teacher_forced (blocks whose g slots are all valid).
         """
         if batch.num_anchors == 0:
             # A connected zero: a rank whose samples are too short for an anchor still takes part in the collective.
             return sum((parameter.sum() * 0 for parameter in self.parameters()), start=torch.zeros(())), {}
-        targets = batch.targets(self.config.block_length)
+        targets = batch.targets(self.config.block_length, self.config.chain)
         h = self.block_states(batch)
         embedded = None if self.head is None else self.head.embed(targets.previous)
         m = None if self.head is None or embedded is None else self.head.latent_of(h, embedded)
         valid = targets.valid
-        slot_weight = slot_weights(self.config.block_length, decay).to(h.device).expand(valid.shape)[valid]
+        slot_weight = self._slot_weights(batch, valid, decay)[valid]
         terms = draft_loss(
             h[valid],
             None if m is None else m[valid],
@@ -87,6 +91,7 @@ class Drafter(nn.Module):
             targets.labels[valid],
             slot_weight.to(h.dtype),
             weights,
+            vocabulary=self.vocabulary,
         )
         total = terms.total
         metrics = _slot_metrics(terms, targets, slot_weight)
@@ -98,13 +103,24 @@ class Drafter(nn.Module):
             count = slot_weight.new_tensor(len(slot_weight))
             metrics["confidence_bce"] = (bce_sum.detach().double(), slot_weight.sum())
             metrics["confidence_bias"] = ((logits.detach().sigmoid() - terms.one_minus_tv).double().sum(), count)
-        metrics["loss"] = (total.detach().double(), slot_weight.sum())
+        metrics["loss"] = (total.detach().double(), self.denominator(batch, decay))
         return total / torch.as_tensor(denominator, dtype=total.dtype, device=total.device), metrics
 
     def denominator(self, batch: TrainBatch, decay: float) -> Tensor:
-        """Weight total of a batch's valid slots, float64 scalar."""
-        valid = batch.validity(self.config.block_length)
-        return (slot_weights(self.config.block_length, decay).to(valid.device) * valid).sum()
+        """What a batch's loss is divided by, float64 scalar: the weight of its valid slots; with Eagle3 its sequences that have any."""
+        valid = batch.validity(self.config.block_length, self.config.chain)
+        if self.config.kind.per_sequence:
+            trained = batch.anchor_sequence[valid.any(1)].unique()
+            return torch.tensor(len(trained), dtype=torch.float64, device=valid.device)
+        return self._slot_weights(batch, valid, decay).sum()
+
+    def _slot_weights(self, batch: TrainBatch, valid: Tensor, decay: float) -> Tensor:
+        """[A, g] float64, 0 where a slot is not trained."""
+        weights = slot_weights(self.config.block_length, decay).to(valid.device) * valid
+        if not self.config.kind.per_sequence:
+            return weights
+        counts = weights.new_zeros(len(batch.offsets) - 1, valid.shape[1]).index_add_(0, batch.anchor_sequence, valid.to(weights.dtype))
+        return weights / counts[batch.anchor_sequence].clamp(min=1)
 
     def block_states(self, batch: TrainBatch) -> Tensor:
         """h [A, g, H] of all blocks of a batch; h[:, k] predicts the token at anchor + k + 1."""
@@ -117,17 +133,47 @@ class Drafter(nn.Module):
         """An empty context for `batch_size` requests of up to `max_length` positions."""
         return self.backbone.new_cache(batch_size, max_length)
 
-    def extend_context(self, cache: ContextCache, features: Tensor, counts: Tensor) -> None:
-        """Append the first counts[b] rows of features [B, n, L * H] (right-padded) to request b's context."""
-        self.backbone.extend(cache, features, counts)
+    def extend_context(self, cache: ContextCache, features: Tensor, counts: Tensor, tokens: Tensor | None = None) -> None:
+        """Append the first counts[b] rows of features [B, n, L * H] (right-padded) to request b's context.
+
+        A chain also needs the tokens [B, n] at these positions.
+        """
+        if isinstance(self.backbone, Chain):
+            if tokens is None:
+                raise DrafterError("a chain's context is made of states and tokens; extend_context was given no tokens")
+            self.backbone.extend(cache, features, counts, tokens, self.target_head)
+        else:
+            self.backbone.extend(cache, features, counts)
 
     def block_hidden(self, cache: ContextCache, anchor_tokens: Tensor, anchor_positions: Tensor) -> Tensor:
-        """h [B, g, H] for one block per request, attending to cached positions before anchor_positions[b] only."""
+        """h [B, g, H] for one block per request, attending to cached positions before anchor_positions[b] only.
+
+        Raises:
+            DrafterError: in a chain, whose slots come one by one (`begin_chain`).
+        """
+        if isinstance(self.backbone, Chain):
+            raise DrafterError("a chain has no block to work out at once; use begin_chain")
         return self.backbone.block(cache, anchor_tokens, anchor_positions, self.target_head)
 
+    def begin_chain(self, cache: ContextCache, anchor_positions: Tensor) -> ChainRun:
+        """A chain of slots per request, to be stepped with the tokens at anchor, anchor + 1, ...
+
+        Raises:
+            DrafterError: this drafter works blocks out at once, or the context before an anchor is not held exactly.
+        """
+        if not isinstance(self.backbone, Chain):
+            raise DrafterError("this drafter has no chain; use block_hidden")
+        return self.backbone.begin(cache, anchor_positions, self.target_head)
+
     def base_logits(self, h: Tensor) -> Tensor:
-        """U: h [..., H] -> [..., V], multiplier and softcap applied, the sequential head's bias not yet added. No gradient."""
-        return self.target_head.logits(h, normed=True)
+        """U: h [..., H] -> [..., V], multiplier and softcap applied, the sequential head's bias not yet added. No gradient.
+
+        -inf for tokens outside the draft vocabulary.
+        """
+        if self.vocabulary is None:
+            return self.target_head.logits(h, normed=True)
+        flat = project(h.detach().reshape(-1, h.shape[-1]), self.vocabulary.head)
+        return self.vocabulary.widen(self.target_head.shape_logits_(flat)).view(*h.shape[:-1], -1)
 
     def confidence_logit(self, h_k: Tensor, previous: Tensor) -> Tensor:
         """Logit of c: h_k [..., H], previous tokens [...] -> [...].
@@ -176,8 +222,7 @@ def _slot_metrics(terms: DraftLoss, targets: BlockTargets, slot_weight: Tensor) 
     whole = valid.all(1)
     weight_total = slot_weight.sum()
     metrics = {
-        "ce": (terms.ce.detach().double(), weight_total),
-        "tv": (terms.tv.detach().double(), weight_total),
+        **{name: (term.detach().double(), weight_total) for name, term in terms.terms.items()},
         "tau_teacher_forced": ((1 + accept[whole].cumprod(1).sum(1)).sum(), whole.sum().double()),
     }
     for k in range(valid.shape[1]):

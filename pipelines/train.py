@@ -15,11 +15,11 @@ import torch
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.answers import AnswerStore
+from actors.answers import AnswerStore, frequent_tokens
 from actors.cluster import cluster
 from actors.train_recipe import CHECKPOINTS, FOLLOWS, TrainRecipe, TrainSettings, recipe_facts
 from actors.training import run_training
-from drafters.config import DrafterConfig, config_from_target
+from drafters.config import config_from_target
 from drafters.losses import LossWeights
 from pipelines.figures import save, training_figure
 from pipelines.job import Job, JobError, finish, launch, mendable, notices, progress
@@ -30,6 +30,7 @@ from pipelines.target import Target, describe
 from pipelines.tracking import TrackingConfig, tracker
 from storage.checkpoint import DrafterFiles, has_checkpoint, load_checkpoint, save_drafter
 from storage.contract import DraftLayout, load_contract, require_match
+from storage.errors import ContractMismatch
 from storage.follow import FollowSettings
 from storage.manifest import Manifest, split_manifest
 from storage.object_store import ObjectStore
@@ -49,13 +50,20 @@ class DrafterOptions(BaseModel):
     confidence: bool
     confidence_markov: bool
     window: int | None
+    draft_vocab_size: int | None = Field(default=None, ge=1)
 
 
 class LossConfig(BaseModel):
+    """See drafters/losses.py for what each term is."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
     ce: float = Field(ge=0)
     tv: float = Field(ge=0)
     confidence: float = Field(ge=0)
+    soft_ce: float = Field(ge=0)
+    lk: float = Field(ge=0)
+    lk_hybrid: float = Field(ge=0)
+    lk_eta: float = Field(ge=0)
 
 
 class TrainConfig(BaseModel):
@@ -185,7 +193,10 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
             f"{cache.settings.root} holds layers {list(contract.capture.layer_ids)}, this run asks for {list(target.layer_ids)}. "
             f"Use target.layer_ids={list(contract.capture.layer_ids)}, or build another cache."
         )
+    options = job.drafter.model_dump(exclude={"draft_vocab_size"})
     if job.train.follow:
+        if job.drafter.draft_vocab_size is not None:
+            raise JobError("drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open: give one of both")
         rows = AnswerStore(store.child(job.places.answers)).rows
         follow, manifest_hash, samples = FollowSettings(rows, 60 * job.train.follow_patience_minutes), FOLLOWS, None
     else:
@@ -193,12 +204,20 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         manifest.save(cache)
         training, _ = split_manifest(manifest, job.train.heldout_rows)
         follow, manifest_hash, samples = None, manifest.hash, len(training)
-    config: DrafterConfig = config_from_target(
-        read_model_config(target.folder),
-        len(contract.capture.layer_ids),
-        mask_token_id=target.mask_token_id,
-        **job.drafter.model_dump(),
+        if (size := job.drafter.draft_vocab_size) is not None:
+            answers, trained = AnswerStore(store.child(job.places.answers)), set(training.table["row_id"].to_pylist())
+            if not answers.rows:
+                raise JobError(f"drafter.draft_vocab_size={size} counts the tokens of the answers, and {answers.store.settings.root} has none")
+            options["draft_vocabulary"] = frequent_tokens(answers, trained, size, target.identity.vocab_size)
+    config = config_from_target(
+        read_model_config(target.folder), len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options
     )
+    if config.kind.context == "last_hidden" and contract.capture.last_hidden_rows != "all":
+        raise ContractMismatch(
+            f"{cache.settings.root} does not match this run. capture.last_hidden_rows: it has {contract.capture.last_hidden_rows!r}, "
+            f"{config.algorithm} needs 'all', since it attends to every position's last hidden state. Remove that cache and build it with "
+            "cache.last_hidden_rows=all: every drafter can be trained on it"
+        )
     return TrainRecipe(
         cache=cache,
         run=store.child(job.places.run(job.run.name)),

@@ -66,7 +66,7 @@ class Capture:
 class DraftLayout:
     """Which slot of a draft block predicts what; kept beside the Contract in a drafter's checkpoint."""
 
-    block_layout: Literal["dspark", "zlab"]
+    block_layout: Literal["dspark", "zlab", "chain"]
     block_length: int
     mask_token_id: int
 

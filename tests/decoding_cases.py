@@ -21,6 +21,7 @@ from drafters.family import family_of
 from drafters.target_head import TargetHead
 
 FAMILIES = ["llama", "qwen3", "gemma3"]
+DRAFTERS = ["none", "markov", "gated", "rnn", "zlab", "eagle3", "eagle3 small", "mtp1"]
 LAYERS = (-1, 0, 2)
 VOCAB = 53
 HIDDEN = 32
@@ -75,8 +76,10 @@ class ScriptCache:
     def __init__(self, batch_size: int) -> None:
         self.lengths = torch.zeros(batch_size, dtype=torch.int64)
         self.keys: list[Tensor] = [torch.arange(batch_size)]
-        self.values: list[Tensor] = []
         self.features: list[list[Tensor]] = [[] for _ in range(batch_size)]
+
+    def select(self, rows) -> None:
+        self.keys, self.lengths = [self.keys[0][list(rows)]], self.lengths[list(rows)]
 
     @property
     def requests(self) -> list[int]:
@@ -88,7 +91,8 @@ class ScriptedDrafter:
 
     def __init__(self, script, block_length: int = 4, vocab: int = VOCAB, confidence: bool = False, sharpness: float = 6.0) -> None:
         self.script, self.vocab, self.sharpness = script, vocab, sharpness
-        self.config = SimpleNamespace(block_length=block_length, hidden_size=HIDDEN, vocab_size=vocab, captured_layers=len(LAYERS))
+        sizes = {"hidden_size": HIDDEN, "vocab_size": vocab, "captured_layers": len(LAYERS)}
+        self.config = SimpleNamespace(block_length=block_length, chain=False, **sizes)
         self.head = None
         self.confidence = object() if confidence else None
         self.caches: list[ScriptCache] = []
@@ -97,7 +101,7 @@ class ScriptedDrafter:
         self.caches.append(ScriptCache(batch_size))
         return self.caches[-1]
 
-    def extend_context(self, cache: ScriptCache, features: Tensor, counts: Tensor) -> None:
+    def extend_context(self, cache: ScriptCache, features: Tensor, counts: Tensor, tokens: Tensor) -> None:
         for row, count in enumerate(counts.tolist()):
             cache.features[cache.requests[row]].append(features[row, :count].clone())
         cache.lengths = cache.lengths + counts
@@ -118,17 +122,25 @@ class ScriptedDrafter:
         return previous.double() / 10
 
 
-def tiny_drafter(
-    family: str, head: str = "markov", block_length: int = 4, vocab: int = VOCAB, layout: str = "dspark", **options
-) -> Drafter:
-    """An untrained drafter of the tiny target, in float64, with weights large enough to matter."""
+def tiny_drafter(family: str, kind: str = "markov", block_length: int = 4, vocab: int = VOCAB, **options) -> Drafter:
+    """An untrained drafter of the tiny target, in float64, with weights large enough to matter.
+
+    Its kind is one of DRAFTERS: a DSpark head, "zlab" (DFlash in that layout), or an algorithm.
+    """
     model = tiny_model(family, vocab)
-    kind = family_of(model.config.to_dict())
+    target = family_of(model.config.to_dict())
     weights = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
-    target_head = TargetHead(vocab, HIDDEN, model.config.rms_norm_eps, kind, torch.float64).load(*weights)
-    sizes = {"num_layers": 2, "block_length": block_length, "mask_token_id": 0, "head": head, "head_rank": 0 if head == "none" else 6}
-    algorithm = "dflash" if head == "none" and layout == "zlab" else "dspark"
-    config = config_from_target(model.config.to_dict(), len(LAYERS), algorithm=algorithm, layout=layout, **sizes, **options)
+    target_head = TargetHead(vocab, HIDDEN, model.config.rms_norm_eps, target, torch.float64).load(*weights)
+    values = {"block_length": block_length, "mask_token_id": 0}
+    if kind in ("eagle3", "mtp1"):
+        values |= {"algorithm": kind, "block_length": 1 if kind == "mtp1" else block_length}
+    elif kind == "eagle3 small":
+        values |= {"algorithm": "eagle3", "draft_vocabulary": tuple(range(1, vocab, 2))}
+    elif kind == "zlab":
+        values |= {"algorithm": "dflash", "layout": "zlab", "num_layers": 2}
+    else:
+        values |= {"num_layers": 2, "head": kind, "head_rank": 0 if kind == "none" else 6}
+    config = config_from_target(model.config.to_dict(), len(LAYERS), **values, **options)
     torch.manual_seed(1)
     drafter = Drafter(config, target_head)
     with torch.no_grad():

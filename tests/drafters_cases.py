@@ -11,31 +11,31 @@ from torch import Tensor
 from drafters import Drafter, DrafterConfig, SampleTensors, TargetFamily, TargetHead, TrainBatch, pack
 
 HEADS = ["none", "markov", "gated", "rnn"]
-LAYOUTS = ["dspark", "zlab"]
 H, V, L, G, RANK = 12, 40, 3, 4, 5
 
 
 def tiny_config(head: str = "markov", layout: str = "dspark", **changes: Any) -> DrafterConfig:
-    dflash = layout == "zlab"
+    algorithm = changes.get("algorithm", {"dspark": "dspark", "zlab": "dflash", "chain": "eagle3"}[layout])
+    heads, mtp = algorithm == "dspark", algorithm == "mtp1"
     values: dict[str, Any] = {
-        "algorithm": "dflash" if dflash else "dspark",
+        "algorithm": algorithm,
         "layout": layout,
         "hidden_size": H,
         "intermediate_size": 20,
-        "num_layers": 2,
+        "num_layers": 1 if layout == "chain" else 2,
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 6,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e4,
         "vocab_size": V,
-        "captured_layers": L,
-        "block_length": G,
+        "captured_layers": 1 if mtp else L,
+        "block_length": 1 if mtp else G,
         "mask_token_id": V - 1,
-        "head": "none" if dflash else head,
-        "head_rank": 0 if dflash or head == "none" else RANK,
-        "confidence": not dflash,
-        "confidence_markov": not dflash and head != "none",
+        "head": head if heads else "none",
+        "head_rank": RANK if heads and head != "none" else 0,
+        "confidence": heads,
+        "confidence_markov": heads and head != "none",
         "qk_norm": True,
         "activation": "silu",
     }
@@ -63,12 +63,14 @@ def tiny_drafter(
     return drafter
 
 
-def tiny_sample(length: int, spans: list[tuple[int, int]], seed: int, dtype: torch.dtype = torch.float64) -> SampleTensors:
+def tiny_sample(
+    length: int, spans: list[tuple[int, int]], seed: int, dtype: torch.dtype = torch.float64, all_rows: bool = False
+) -> SampleTensors:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(length, dtype=torch.bool)
     for start, stop in spans:
         mask[start:stop] = True
-    rows = mask[1:].nonzero().squeeze(1)
+    rows = torch.arange(length) if all_rows else mask[1:].nonzero().squeeze(1)
     return SampleTensors(
         input_ids=torch.randint(0, V - 1, (length,), generator=generator),
         loss_mask=mask,
@@ -78,13 +80,13 @@ def tiny_sample(length: int, spans: list[tuple[int, int]], seed: int, dtype: tor
     )
 
 
-def tiny_samples(dtype: torch.dtype = torch.float64) -> tuple[list[SampleTensors], list[Tensor]]:
+def tiny_samples(dtype: torch.dtype = torch.float64, all_rows: bool = False) -> tuple[list[SampleTensors], list[Tensor]]:
     """Four sequences: an answer to the end, two answers, one that starts at position 0, and one too short for an anchor."""
     samples = [
-        tiny_sample(17, [(5, 17)], 1, dtype),
-        tiny_sample(20, [(3, 8), (12, 18)], 2, dtype),
-        tiny_sample(9, [(0, 9)], 3, dtype),
-        tiny_sample(6, [(5, 6)], 4, dtype),
+        tiny_sample(17, [(5, 17)], 1, dtype, all_rows),
+        tiny_sample(20, [(3, 8), (12, 18)], 2, dtype, all_rows),
+        tiny_sample(9, [(0, 9)], 3, dtype, all_rows),
+        tiny_sample(6, [(5, 6)], 4, dtype, all_rows),
     ]
     anchors = [torch.tensor([5, 8, 13, 15]), torch.tensor([4, 6, 12]), torch.tensor([0, 1, 7]), torch.tensor([], dtype=torch.int64)]
     return samples, anchors
@@ -227,3 +229,54 @@ def naive_step(
                 total = total + math.exp(-k / decay) * loss
                 weight_total = weight_total + math.exp(-k / decay)
     return total, weight_total
+
+
+def naive_chain(drafter: Drafter, sample: SampleTensors) -> dict[tuple[int, int], Tensor]:
+    """(row t, step j) -> h [H] of Eagle3's training-time test (or MTP-1's only step) over a whole sequence, every row at every step.
+
+    Step j's row t attends to the first step's rows up to t, and to its own of steps 1..j.
+    """
+    c, w, head = drafter.config, drafter.trainable_state(), drafter.target_head
+    t = {name.removeprefix("backbone."): value for name, value in w.items()}
+    layer = {name.removeprefix("layers.0."): value for name, value in t.items() if name.startswith("layers.0.")}
+    group, tokens = c.num_heads // c.num_kv_heads, len(sample.input_ids)
+
+    def heads(vector: Tensor, name: str, position: int | None) -> list[Tensor]:
+        parts = list((layer[f"self_attn.{name}_proj.weight"] @ vector).split(c.head_dim))
+        if name != "v" and c.qk_norm:
+            parts = [norm(part, layer[f"self_attn.{name}_norm.weight"]) for part in parts]
+        return parts if position is None else [rotate(part, position, c.rope_theta) for part in parts]
+
+    if c.algorithm == "eagle3":
+        states = [t["fc.weight"] @ torch.cat([plane[p] for plane in sample.context]) for p in range(tokens)]
+    else:
+        states = list(sample.last_hidden)
+    keys: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = []
+    out = {}
+    for j in range(c.block_length):
+        rows = range(tokens - 1 - j)
+        residual, queries = {}, {}
+        keys.append({})
+        for r in rows:
+            e = norm(head.embedding[sample.input_ids[r + 1 + j]] * head.family.embedding_scale, t["embed_norm.weight"])
+            s = norm(states[r], t["hidden_norm.weight"])
+            if c.algorithm == "eagle3":
+                residual[r], inner = states[r], torch.cat([e, s])
+            else:
+                residual[r] = t["proj.weight"] @ torch.cat([s, e])
+                inner = norm(residual[r], t["input_layernorm.weight"])
+            queries[r] = heads(inner, "q", r + j)
+            keys[j][r] = (heads(inner, "k", r + j), heads(inner, "v", None))
+        for r in rows:
+            seen = [keys[0][p] for p in range(r) if c.window is None or r + j - p < c.window] + [keys[i][r] for i in range(j + 1)]
+            mixed = []
+            for h in range(c.num_heads):
+                scores = torch.stack([queries[r][h] @ k[h // group] / math.sqrt(c.head_dim) for k, _ in seen]).softmax(0)
+                mixed.append(sum(a * v[h // group] for a, (_, v) in zip(scores, seen, strict=True)))
+            x = residual[r] + layer["self_attn.o_proj.weight"] @ torch.cat(mixed)
+            inside = norm(x, layer["post_attention_layernorm.weight"])
+            gate = layer["mlp.gate_proj.weight"] @ inside
+            states[r] = x + layer["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * (layer["mlp.up_proj.weight"] @ inside))
+            final = head.final_norm + 1 if head.family.norm_plus_one else head.final_norm
+            out[r, j] = norm(states[r], t["norm.weight"] if c.algorithm == "eagle3" else final)
+    return out

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decoding_cases import FAMILIES, LAYERS, PROMPTS, VOCAB, chi_square_p, greedy_reference, tiny_drafter, tiny_model
+from decoding_cases import DRAFTERS, FAMILIES, LAYERS, PROMPTS, VOCAB, chi_square_p, greedy_reference, tiny_drafter, tiny_model
 from torch.testing import assert_close
 
 from decoding.errors import DecodingError
@@ -35,11 +35,11 @@ def naive_logits(drafter, hidden, previous):
     return logits if drafter.head is None else logits + drafter.head.bias(drafter.head.latent(hidden, previous))
 
 
-@pytest.mark.parametrize("head", [*HEADS, "zlab"])
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_output_is_the_targets_own(family, head):
-    target = TransformersTarget(tiny_model(family), LAYERS)
-    drafter = tiny_drafter(family, "none", layout="zlab", confidence=False) if head == "zlab" else tiny_drafter(family, head)
+def test_greedy_output_is_the_targets_own(family, kind):
+    drafter = tiny_drafter(family, kind)
+    target = TransformersTarget.for_drafter(tiny_model(family), LAYERS, drafter.config)
     for batch_size in (1, 2, 5):
         generations = speculative_decode(target, drafter, PROMPTS, SamplingSettings(max_new_tokens=NEW), batch_size=batch_size)
         assert [g.tokens for g in generations] == [greedy_reference(family, tuple(p), NEW) for p in PROMPTS]
@@ -71,6 +71,61 @@ def test_the_context_kept_across_rounds_drafts_as_one_made_from_scratch(family, 
         candidates = [text for text in texts if position < len(text) and text[position] == token]
         errors = [float((fresh_block(model, drafter, text, position) - hidden).abs().max()) for text in candidates]
         assert min(errors) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 small", "mtp1"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chains_context_kept_across_rounds_drafts_as_one_made_from_scratch(family, kind, monkeypatch):
+    model, drafter = tiny_model(family), tiny_drafter(family, kind)
+    target = TransformersTarget.for_drafter(model, LAYERS, drafter.config)
+    drafted, original = [], drafter.begin_chain
+
+    def spy(cache, positions):
+        chain = original(cache, positions)
+        step, slots = chain.step, []
+
+        def stepped(tokens):
+            slots.append((tokens, step(tokens)))
+            return slots[-1][1]
+
+        chain.step = stepped
+        drafted.append((positions, slots))
+        return chain
+
+    monkeypatch.setattr(drafter, "begin_chain", spy)
+    settings = SamplingSettings(max_new_tokens=NEW, stop_ids=(greedy_reference(family, tuple(PROMPTS[1]), NEW)[7],))  # one leaves early
+    generations = speculative_decode(target, drafter, PROMPTS, settings)
+    monkeypatch.undo()
+    texts = [prompt + g.tokens for prompt, g in zip(PROMPTS, generations, strict=True)]
+    checked = 0
+    for positions, slots in drafted:
+        for row, anchor in enumerate(positions.tolist()):
+            chain = [int(tokens[row]) for tokens, _ in slots]
+            errors = []
+            for text in (text for text in texts if anchor < len(text) and text[anchor] == chain[0]):
+                fresh = fresh_chain(model, drafter, text, anchor)
+                errors.append(
+                    max(float((fresh.step(torch.tensor([t]))[0] - h[row]).abs().max()) for t, (_, h) in zip(chain, slots, strict=True))
+                )
+            assert min(errors) < 1e-9
+            checked += 1
+    assert checked >= 20
+
+
+def fresh_chain(model, drafter, text, anchor):
+    """The slots after one anchor, their context made in one go from a plain forward pass over the text before it."""
+    tokens = torch.tensor([text[:anchor]])
+    if drafter.config.algorithm == "mtp1":  # Hugging Face gives the last state normed; the last layer's own output is what is wanted
+        states = []
+        hook = model.model.layers[-1].register_forward_hook(lambda module, args, output: states.append(output))
+        features_of(model, text[:anchor])
+        hook.remove()
+        features = states[0] if isinstance(states[0], torch.Tensor) else states[0][0]
+    else:
+        features = features_of(model, text[:anchor])
+    cache = drafter.new_cache(1, anchor)
+    drafter.extend_context(cache, features, torch.tensor([anchor]), tokens)
+    return drafter.begin_chain(cache, torch.tensor([anchor]))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -112,9 +167,10 @@ def test_drafted_blocks_follow_the_chain_of_the_head():
     assert chi_square_p(observed, joint) > 1e-3
 
 
-@pytest.mark.parametrize("head", ["none", "rnn"])
-def test_a_request_draws_the_same_tokens_in_any_batch(head):
-    target, drafter = TransformersTarget(tiny_model("gemma3"), LAYERS), tiny_drafter("gemma3", head)
+@pytest.mark.parametrize("kind", ["none", "rnn", "eagle3", "mtp1"])
+def test_a_request_draws_the_same_tokens_in_any_batch(kind):
+    drafter = tiny_drafter("gemma3", kind)
+    target = TransformersTarget.for_drafter(tiny_model("gemma3"), LAYERS, drafter.config)
     settings = SamplingSettings(temperature=0.8, max_new_tokens=NEW, stop_ids=(3,), seed=5)
     whole = speculative_decode(target, drafter, PROMPTS, settings)
     for batch_size in (1, 2):
@@ -123,6 +179,44 @@ def test_a_request_draws_the_same_tokens_in_any_batch(head):
         ]
     alone = speculative_decode(target, drafter, PROMPTS[3:4], settings, request_ids=[3])
     assert (alone[0].tokens, [r.accepted for r in alone[0].rounds]) == (whole[3].tokens, [r.accepted for r in whole[3].rounds])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 small", "mtp1"])
+def test_drafted_chains_follow_their_own_tokens(kind):
+    """Each slot's distribution is the chain's, given the tokens just drawn; and the draws follow it."""
+    vocab, rollouts = 6, 30_000
+    drafter = tiny_drafter("llama", kind, block_length=2, vocab=vocab)
+    width = drafter.config.block_length
+    with torch.inference_mode():
+        cache = drafter.new_cache(rollouts, 2)
+        features = torch.randn(1, 2, drafter.config.captured_layers * 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        anchor, position = torch.full((rollouts,), 2), torch.full((rollouts,), 2)
+        text = torch.tensor([[3, 1]]).expand(rollouts, -1)
+        drafter.extend_context(cache, features.expand(rollouts, -1, -1), position, text)
+        block = propose(drafter, cache, anchor, position, width, 1.0, RandomStreams(0, range(rollouts)))
+        paths = torch.cartesian_prod(*[torch.arange(vocab)] * width).view(-1, width)
+        small = drafter.new_cache(len(paths), 2)
+        drafter.extend_context(small, features.expand(len(paths), -1, -1), position[: len(paths)], text[: len(paths)])
+        chain = drafter.begin_chain(small, position[: len(paths)])
+        joint, previous = torch.ones(len(paths), dtype=torch.float64), anchor[: len(paths)]
+        for slot in range(width):
+            probs = drafter.base_logits(chain.step(previous)).softmax(-1)
+            joint, previous = joint * probs.gather(1, paths[:, slot, None])[:, 0], paths[:, slot]
+    observed = torch.bincount((block.tokens * vocab ** torch.arange(width - 1, -1, -1)).sum(1), minlength=vocab**width)
+    assert chi_square_p(observed, joint) > 1e-3
+    assert block.confidence is None
+
+
+def test_the_last_hidden_state_is_captured_before_the_final_norm():
+    for family in FAMILIES:
+        model = tiny_model(family)
+        target = TransformersTarget(model, last_hidden=True)
+        tokens = torch.tensor([PROMPTS[2]])
+        states = target.forward(target.new_cache(1, 16), tokens, torch.tensor([len(PROMPTS[2])]))
+        assert target.captured_states == 1
+        with torch.inference_mode():
+            assert_close(model.model.norm(states.features), states.hidden)
+        assert not torch.allclose(states.features, states.hidden)
 
 
 def test_a_drafter_of_another_target_is_refused():

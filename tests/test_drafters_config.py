@@ -1,10 +1,20 @@
-import dataclasses
+import json
 
 import pytest
 import torch
 from drafters_cases import H, V, tiny_config, tiny_drafter, tiny_head
 
-from drafters import Drafter, DrafterConfig, DrafterError, TargetFamily, TargetHead, config_from_target, default_loss_weights, family_of
+from drafters import (
+    Drafter,
+    DrafterConfig,
+    DrafterError,
+    LossWeights,
+    TargetFamily,
+    TargetHead,
+    config_from_target,
+    default_loss_weights,
+    family_of,
+)
 
 SMOLLM = {
     "model_type": "llama",
@@ -52,6 +62,8 @@ def test_every_mistake_is_listed_at_once():
         ({"confidence": False}, "confidence_markov"),
         ({"algorithm": "dflash"}, "dflash"),
         ({"layout": "zlab"}, "zlab"),
+        ({"layout": "chain"}, "chain"),
+        ({"draft_vocabulary": (1, 2)}, "draft vocabulary belongs to eagle3"),
         ({"block_length": True}, "block_length"),
     ],
 )
@@ -61,9 +73,28 @@ def test_combinations_that_mean_nothing_are_refused(changes, words):
         DrafterConfig(**values)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 2}, "eagle3 has num_layers 1, not 2"),
+        ({"head": "markov", "head_rank": 3}, "eagle3 has neither"),
+        ({"layout": "dspark"}, "layout 'dspark' does not belong to eagle3, which has chain"),
+        ({"draft_vocabulary": (3, 2)}, "ascending"),
+        ({"draft_vocabulary": (3, V)}, "ascending"),
+        ({"draft_vocabulary": ()}, "not empty"),
+        ({"algorithm": "mtp1"}, "mtp1 has block_length 1, not 4; mtp1 reads one state a position, captured_layers is 3"),
+    ],
+)
+def test_chains_that_mean_nothing_are_refused(changes, words):
+    values = {**tiny_config("none", layout="chain").to_dict(), **changes}
+    with pytest.raises(DrafterError, match=words):
+        DrafterConfig(**values)
+
+
 def test_dictionary_form_is_strict_and_round_trips():
     config = tiny_config("rnn", window=9)
-    assert DrafterConfig.from_dict(config.to_dict()) == config
+    for one in (config, tiny_config("none", layout="chain", draft_vocabulary=(1, 4, V - 1))):
+        assert DrafterConfig.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     values = config.to_dict()
     del values["head"]
     with pytest.raises(DrafterError, match=r"unknown key 'colour'.*missing key 'head'"):
@@ -79,7 +110,13 @@ def test_config_from_a_llama_target():
         config_from_target(SMOLLM, 5)
     dflash = config_from_target(SMOLLM, 5, mask_token_id=17, algorithm="dflash", layout="zlab")
     assert (dflash.head, dflash.head_rank, dflash.confidence, dflash.input_slots) == ("none", 0, False, 8)
-    assert dataclasses.astuple(default_loss_weights(dflash)) == (1.0, 0.0, 0.0)
+    assert default_loss_weights(dflash) == LossWeights(ce=1.0, tv=0.0, confidence=0.0)
+    eagle3 = config_from_target(SMOLLM, 5, mask_token_id=17, algorithm="eagle3")
+    assert (eagle3.layout, eagle3.num_layers, eagle3.block_length, eagle3.captured_layers, eagle3.head) == ("chain", 1, 7, 5, "none")
+    assert default_loss_weights(eagle3) == LossWeights(ce=0.0, tv=0.0, confidence=0.0, soft_ce=1.0)
+    mtp1 = config_from_target(SMOLLM, 5, mask_token_id=17, algorithm="mtp1")
+    assert (mtp1.layout, mtp1.num_layers, mtp1.block_length, mtp1.captured_layers, mtp1.confidence) == ("chain", 1, 1, 1, False)
+    assert default_loss_weights(mtp1) == LossWeights(ce=1.0, tv=0.0, confidence=0.0)
 
 
 def test_gemma_family_is_data():
