@@ -207,7 +207,10 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         if (size := job.drafter.draft_vocab_size) is not None:
             answers, trained = AnswerStore(store.child(job.places.answers)), set(training.table["row_id"].to_pylist())
             if not answers.rows:
-                raise JobError(f"drafter.draft_vocab_size={size} counts the tokens of the answers, and {answers.store.settings.root} has none")
+                raise JobError(
+                    f"drafter.draft_vocab_size={size} takes the most frequent tokens of the answers, and {answers.store.settings.root} "
+                    "holds none"
+                )
             options["draft_vocabulary"] = frequent_tokens(answers, trained, size, target.identity.vocab_size)
     config = config_from_target(
         read_model_config(target.folder), len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options

@@ -1,0 +1,132 @@
+"""Eagle3 and MTP-1 from a cache to drafted text, as a person runs them, on a tiny random target and a cache written by hand."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, start, write_rows
+from storage_cases import hidden_states
+from tiny_models import HIDDEN, VOCABULARY, write_tiny_model
+
+from actors.answers import frequent_tokens
+from actors.decoder import Decoder, DecoderSettings, Prompt
+from decoding.settings import SamplingSettings
+from storage.checkpoint import load_drafter
+from storage.commits import Commit, lease_id, write_commit
+from storage.contract import Capture, Contract, DraftLayout, ensure_contract
+from storage.manifest import Manifest
+from storage.object_store import ObjectStore, StorageSettings
+from storage.sample import Sample, supervised_rows
+from storage.shard import ShardWriter, encode_sample
+from storage.target_files import target_identity
+
+pytestmark = pytest.mark.timeout(900)
+LAYER_IDS, ROWS = (1, 2, 3, 4, 5), 12
+CHAINS = {"eagle3": ["drafter.block_length=3"], "mtp1": ["drafter.block_length=1"]}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A target, its prompts, and a cache of every position's last hidden state."""
+    shop = Workshop(tmp_path_factory.mktemp("shop"))
+    write_tiny_model(shop.folder / "tiny llama", "llama")
+    write_rows(shop.folder / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(4)])
+    write_rows(shop.folder / "heldout.jsonl", [{"prompt": f"Name {n} colours."} for n in range(2)])
+    write_cache(shop, "all")
+    return shop
+
+
+def write_cache(shop: Workshop, rows_kept: Any) -> None:
+    model = shop.folder / "tiny llama"
+    capture = Capture(layer_ids=LAYER_IDS, max_length=128, codec="raw", last_hidden_rows=rows_kept)
+    contract = Contract(target_identity(model, str(model)), capture)
+    store = ObjectStore(StorageSettings(str(shop.stored / "cache")))
+    ensure_contract(store, contract)
+    with ShardWriter(store, contract, 1 << 20) as writer:
+        for index in range(ROWS):
+            rng = np.random.default_rng(index)
+            length = 24 + index
+            spans = np.array([[length // 3, length]], np.int32)
+            rows = supervised_rows(spans, length, rows_kept)
+            ids = rng.integers(0, VOCABULARY - 5, length).astype(np.int32)
+            context, last = hidden_states(rng, len(LAYER_IDS), length, HIDDEN), hidden_states(rng, len(rows), HIDDEN)
+            writer.add(encode_sample(Sample(f"row-{index}", ids, spans, context, last, rows), contract), f"row-{index}", index)
+        shards = writer.close()
+    write_commit(store, Commit(lease_id(0, ROWS), 1, 0, ROWS, tuple(shards)))
+    Manifest.current(store).save(store)
+
+
+def overrides(shop: Workshop, job: str, name: str, *more: str) -> list[str]:
+    """The shop's, for a run of that experiment; what belongs to other heads is left out."""
+    given = [given for given in shop.overrides(job, *more) if not given.startswith(("drafter.head_rank", "drafter.block_length", "run"))]
+    run_name = [f"run.name={name}", f"+experiment={name}", *CHAINS[name]] if job == "train" else [f"run={name}"]
+    return [*given, *run_name]
+
+
+@pytest.fixture(scope="module")
+def trained(shop: Workshop) -> dict[str, dict[str, Any]]:
+    """What training both told, side by side."""
+    processes = {name: start("train", overrides(shop, "train", name, "tracking=none")) for name in CHAINS}
+    results = {}
+    for name, process in processes.items():
+        output, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, errors
+        results[name] = result_of(output)
+    return results
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_training_leaves_a_drafter_that_decodes_the_targets_own_text(trained: dict[str, Any], shop: Workshop, name: str) -> None:
+    result = trained[name]
+    assert result["steps_now"] == 6
+    assert result["metrics"]["loss"] > 0
+    assert result["metrics"]["heldout/tau_teacher_forced"] >= 1
+    assert result["metrics"]["soft_ce" if name == "eagle3" else "ce"] > 0
+    folder = ObjectStore(StorageSettings(result["drafter"]))
+    block = {"eagle3": 3, "mtp1": 1}[name]
+    files = load_drafter(folder)
+    assert (files.layout.block_layout, files.layout.block_length) == ("chain", block)
+    assert isinstance(files.layout, DraftLayout)
+    decoder = Decoder(str(shop.folder / "tiny llama"), LAYER_IDS, folder, DecoderSettings(1, 1, 0, "float64", 2))
+    prompts = [Prompt(number, tuple(range(10 + number, 20 + 2 * number))) for number in range(3)]
+    drafted = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), True)
+    plain = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), False)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert {r.drafted for g in drafted for r in g.rounds} >= {block}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_evaluate_decodes_with_it(trained: dict[str, Any], shop: Workshop, name: str) -> None:
+    run("prepare", shop.overrides("prepare"))
+    result, _ = run("evaluate", overrides(shop, "evaluate", name))
+    assert 1 <= result["metrics"][name]["tau"] <= 4
+    assert result["differing_texts"] == 0
+
+
+def test_mtp1_on_a_cache_without_every_last_hidden_state_is_a_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop = Workshop(tmp_path)
+    write_tiny_model(shop.folder / "tiny llama", "llama")
+    write_cache(shop, "supervised")
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    here = Here(monkeypatch, capsys)
+    told = here.refused("train", overrides(shop, "train", "mtp1"))
+    for word in ("does not match", "capture.last_hidden_rows", "'supervised'", "mtp1 needs 'all'", "cache.last_hidden_rows=all"):
+        assert word in told
+    told = here.refused("train", overrides(shop, "train", "eagle3", "+drafter.draft_vocab_size=9"))
+    assert "answers" in told
+
+
+def test_the_draft_vocabulary_is_what_the_trained_answers_say_most() -> None:
+    rows = [([7, 7, 7, 3], "a"), ([3, 5], "b"), ([2, 2, 2, 2, 2], "held out"), ([99], "a")]
+    answers: Any = [SimpleNamespace(row_id=row_id, answer_ids=np.array(ids, np.int32)) for ids, row_id in rows]
+    assert frequent_tokens(answers, {"a", "b"}, 3, 10) == (3, 5, 7)
+    assert frequent_tokens(answers, {"a", "b"}, 5, 10) == (0, 1, 3, 5, 7)  # what was never said follows by id
+    assert frequent_tokens(answers, {"a", "b"}, 99, 10) == tuple(range(10))
+    assert torch.tensor(frequent_tokens(answers, {"none"}, 2, 10)).tolist() == [0, 1]
