@@ -62,7 +62,15 @@ STYLE: Any = {
 }
 
 KIND_TITLES: dict[Kind, str] = {"conditional": "Accepted, given all before were", "prefix": "Prefix still standing"}
-TERM_NAMES = {"loss": "loss", "ce": "cross-entropy", "tv": "total variation", "confidence_bce": "confidence"}
+TERM_NAMES = {
+    "loss": "loss",
+    "ce": "cross-entropy",
+    "tv": "total variation",
+    "confidence_bce": "confidence",
+    "soft_ce": "soft cross-entropy",
+    "lk": "LK",
+    "lk_hybrid": "LK hybrid",
+}
 
 P = ParamSpec("P")
 

@@ -21,7 +21,7 @@ Kind = Literal["conditional", "prefix"]
 Origin = Literal["accepted", "bonus", "correction", "target"]
 
 METRIC_OF_KIND: dict[Kind, str] = {"conditional": "accept_cond", "prefix": "accept_prefix"}
-TRAINING_TERMS = ("loss", "ce", "tv", "confidence_bce")
+TRAINING_TERMS = ("loss", "ce", "tv", "confidence_bce", "soft_ce", "lk", "lk_hybrid")
 _TAUS = ("tau_teacher_forced", "heldout/tau_teacher_forced")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

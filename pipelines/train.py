@@ -26,6 +26,7 @@ from pipelines.job import Job, JobError, finish, launch, mendable, notices, prog
 from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
 from pipelines.report import training_points
+from pipelines.report_data import TRAINING_TERMS
 from pipelines.target import Target, describe
 from pipelines.tracking import TrackingConfig, tracker
 from storage.checkpoint import DrafterFiles, has_checkpoint, load_checkpoint, save_drafter
@@ -161,7 +162,8 @@ def main(cfg: DictConfig) -> None:
         {
             "steps": f"{settings.steps} of {settings.global_batch} samples, {settings.anchors} anchors each",
             "samples": f"{len(manifest) - settings.heldout_rows} for training, {settings.heldout_rows} held out",
-            "loss": f"{last.get('loss', float('nan')):.3f} (CE {last.get('ce', float('nan')):.3f}, TV {last.get('tv', float('nan')):.3f})",
+            "loss": f"{last.get('loss', float('nan')):.3f}"
+            + "".join(f"; {name} {last[name]:.3f}" for name in TRAINING_TERMS[1:] if name in last),
             "held out": f"tau_teacher_forced {last.get('heldout/tau_teacher_forced', float('nan')):.2f} at temperature 1",
             "time": f"{seconds:.0f} s for {trained} steps" if trained else "nothing to do: this run is finished",
             "data wait": f"{last.get('data_wait_share', 0.0):.1%} of the last steps' time",
@@ -196,7 +198,9 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
     options = job.drafter.model_dump(exclude={"draft_vocab_size"})
     if job.train.follow:
         if job.drafter.draft_vocab_size is not None:
-            raise JobError("drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open: give one of both")
+            raise JobError(
+                "drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open: give one of both"
+            )
         rows = AnswerStore(store.child(job.places.answers)).rows
         follow, manifest_hash, samples = FollowSettings(rows, 60 * job.train.follow_patience_minutes), FOLLOWS, None
     else:

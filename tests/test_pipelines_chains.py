@@ -119,7 +119,7 @@ def test_mtp1_on_a_cache_without_every_last_hidden_state_is_a_mismatch(
     told = here.refused("train", overrides(shop, "train", "mtp1"))
     for word in ("does not match", "capture.last_hidden_rows", "'supervised'", "mtp1 needs 'all'", "cache.last_hidden_rows=all"):
         assert word in told
-    told = here.refused("train", overrides(shop, "train", "eagle3", "+drafter.draft_vocab_size=9"))
+    told = here.refused("train", overrides(shop, "train", "eagle3", "drafter.draft_vocab_size=9"))
     assert "answers" in told
 
 
