@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int
     heldout = read_conversations(store.child(places.prompts), "heldout")
     prompts = [target.template.prompt_ids(c.rounds()[0]) for c in sorted(heldout, key=lambda c: c.id)[: args.prompts]]
     settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
-    decoder = TransformersTarget(model, files.contract.capture.layer_ids)
+    decoder = TransformersTarget.for_drafter(model, files.contract.capture.layer_ids, drafter.config)
     shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
     trained = json.loads((args.demo / places.run(name(experiment, seed, args.steps)) / "train.json").read_text())
     row = {
