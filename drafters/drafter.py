@@ -81,7 +81,7 @@ class Drafter(nn.Module):
         m = None if self.head is None or embedded is None else self.head.latent_of(h, embedded)
         valid = targets.valid
         slot_weight = self._slot_weights(batch, valid, decay)[valid]
-        terms = draft_loss(
+        loss = draft_loss(
             h[valid],
             None if m is None else m[valid],
             None if self.head is None else self.head.W2,
@@ -93,16 +93,16 @@ class Drafter(nn.Module):
             weights,
             vocabulary=self.vocabulary,
         )
-        total = terms.total
-        metrics = _slot_metrics(terms, targets, slot_weight)
+        total = loss.total
+        metrics = _slot_metrics(loss, targets, slot_weight)
         if self.confidence is not None:
             logits = self.confidence(h[valid], None if embedded is None else embedded[valid])
-            bce = F.binary_cross_entropy_with_logits(logits, terms.one_minus_tv.clamp(0, 1), reduction="none")
+            bce = F.binary_cross_entropy_with_logits(logits, loss.one_minus_tv.clamp(0, 1), reduction="none")
             bce_sum = (slot_weight.to(h.dtype) * bce).sum()
             total = total + weights.confidence * bce_sum
             count = slot_weight.new_tensor(len(slot_weight))
             metrics["confidence_bce"] = (bce_sum.detach().double(), slot_weight.sum())
-            metrics["confidence_bias"] = ((logits.detach().sigmoid() - terms.one_minus_tv).double().sum(), count)
+            metrics["confidence_bias"] = ((logits.detach().sigmoid() - loss.one_minus_tv).double().sum(), count)
         metrics["loss"] = (total.detach().double(), self.denominator(batch, decay))
         return total / torch.as_tensor(denominator, dtype=total.dtype, device=total.device), metrics
 
@@ -212,17 +212,17 @@ class Drafter(nn.Module):
             parameter.copy_(state[name])
 
 
-def _slot_metrics(terms: DraftLoss, targets: BlockTargets, slot_weight: Tensor) -> Metrics:
+def _slot_metrics(loss: DraftLoss, targets: BlockTargets, slot_weight: Tensor) -> Metrics:
     valid = targets.valid
     counts = valid.sum(0).double()
     accept = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
-    accept[valid] = terms.one_minus_tv.double()
+    accept[valid] = loss.one_minus_tv.double()
     match = torch.zeros_like(accept)
-    match[valid] = terms.argmax_match.double()
+    match[valid] = loss.argmax_match.double()
     whole = valid.all(1)
     weight_total = slot_weight.sum()
     metrics = {
-        **{name: (term.detach().double(), weight_total) for name, term in terms.terms.items()},
+        **{name: (term.detach().double(), weight_total) for name, term in loss.terms.items()},
         "tau_teacher_forced": ((1 + accept[whole].cumprod(1).sum(1)).sum(), whole.sum().double()),
     }
     for k in range(valid.shape[1]):

@@ -243,7 +243,7 @@ def _few_rows_(
     # The largest probability is exp(its logit - logsumexp): no further pass over the vocabulary is needed for the cross entropy.
     total = (z.gather(1, top) - p.gather(1, top).log()).squeeze(1)
     ce = total - z.gather(1, picked).squeeze(1)
-    mass = 1.0 if slots.vocabulary is None else q.sum(1)
+    mass: Tensor | float = 1.0 if slots.vocabulary is None else q.sum(1)
     nothing = torch.zeros_like(ce)
     soft = mass * total - torch.linalg.vecdot(q, z) if alphas.soft else nothing
     overlap = torch.minimum(p, q, out=difference).sum(1).clamp_(min=torch.finfo(p.dtype).tiny) if alphas.overlap else nothing
