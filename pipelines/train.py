@@ -198,9 +198,7 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
     options = job.drafter.model_dump(exclude={"draft_vocab_size"})
     if job.train.follow:
         if job.drafter.draft_vocab_size is not None:
-            raise JobError(
-                "drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open: give one of both"
-            )
+            raise JobError("drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open")
         rows = AnswerStore(store.child(job.places.answers)).rows
         follow, manifest_hash, samples = FollowSettings(rows, 60 * job.train.follow_patience_minutes), FOLLOWS, None
     else:
