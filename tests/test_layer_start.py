@@ -38,8 +38,11 @@ def test_without_context_the_layers_compute_what_the_targets_do(tmp_path: Path, 
     drafter.backbone.norm.weight.data.copy_(drafter.target_head.norm_weight())
     with torch.no_grad():
         again = drafter.block_hidden(cache, torch.tensor([7]), torch.tensor([0]))[0, 0]
-    torch.testing.assert_close(again, expected, rtol=1e-8, atol=1e-9)
-    torch.testing.assert_close(rms_norm(expected, torch.ones(()), 0.0), rms_norm(h * model.model.norm.weight, torch.ones(()), 0.0))
+    # transformers works its norms out in float32, whatever the model's type.
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(again, expected, **close)
+    one = torch.ones(())
+    torch.testing.assert_close(rms_norm(expected, one, 0.0), rms_norm(h * model.model.norm.weight, one, 0.0), **close)
 
 
 def test_layers_with_other_parts_are_refused_and_nothing_is_copied(tmp_path: Path):
