@@ -78,7 +78,11 @@ class Producer:
                 for lease in reply.leases:
                     # One that failed before is worked on alone: should this producer die of it, no other lease is blamed.
                     alone = lease.attempt > 1
-                    writing = self._raise_failures(writing, wait=alone)
+                    try:
+                        writing = self._raise_failures(writing, wait=alone)
+                    except StorageUnavailable:
+                        ledger.give_back(lease.id, self.name)  # nothing was tried with this one
+                        raise
                     started, pause = time.perf_counter(), FIRST_PAUSE_SECONDS
                     delivery = Delivery(ledger, lease, self.name, self.recipe, self.budget, heartbeats)
                     tokens += self._capture(delivery, writer)

@@ -111,7 +111,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 def smollm2_rows(folder: Path) -> list[list[int]]:
     """Real text: questions that ship with the project, alone, and four of them as one conversation."""
     template = ChatTemplate(folder)
-    prompts, _ = read_source(SourceSpec("bundled:heldout"))
+    prompts = read_source(SourceSpec("bundled:heldout")).rows
     short = [template.prompt_ids(prompt.messages[:1]) for prompt in prompts[:6]]
     answered = [Message(role, prompt.messages[0].content) for prompt in prompts[6:10] for role in ("user", "assistant")]
     return [*short, template.conversation_ids(answered)[:255]]

@@ -184,6 +184,7 @@ def test_there_must_be_a_cache_to_look_after(chain: Chain, here: Here, tmp_path:
     assert "not a target cache" in told
 
 
+@pytest.mark.slow
 def test_train_follows_a_cache_and_says_what_it_needs(chain: Chain, here: Here) -> None:
     told = here.refused(
         "train", chain.shop.overrides("train", "train.follow=true", "train.steps=null", "train.epochs=2"), chain.shop.stored

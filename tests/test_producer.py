@@ -128,8 +128,14 @@ def check_whole(recipe: CacheRecipe, rows: list[AnsweredRow], skipped: dict[str,
             assert sample.input_ids.tolist() == ids
             assert sample.spans.tolist() == [[6, len(ids)]]
             assert sample.last_rows.tolist() == list(range(5, len(ids) - 1))
-            assert np.array_equal(sample.context, to_bf16(states.context.numpy()))
-            assert np.array_equal(sample.last_hidden, to_bf16(states.last_hidden.numpy()[5:-1]))
+            assert_same_states(sample.context, to_bf16(states.context.numpy()))
+            assert_same_states(sample.last_hidden, to_bf16(states.last_hidden.numpy()[5:-1]))
+
+
+def assert_same_states(stored: np.ndarray, computed: np.ndarray) -> None:
+    """Equal bits, but for the few values that two processes' float32 products put on either side of a rounding: those are neighbours."""
+    assert (stored != computed).mean() < 0.01
+    assert np.abs(stored.astype(np.int32) - computed.astype(np.int32)).max() <= 1
 
 
 def test_two_producers_cache_a_local_store_then_only_what_grows(running_ray, model, tmp_path):
@@ -197,9 +203,10 @@ class Killer(threading.Thread):
     def run(self) -> None:
         while self.victims:
             if self.commits.is_dir() and len(list(self.commits.glob("*.json"))) >= self.victims[0][0]:
-                victim = next(process.pid for process in processes(self.victims[0][1]) if process.pid not in self.before)
-                os.kill(victim, signal.SIGKILL)
-                self.victims.pop(0)
+                victims = [process.pid for process in processes(self.victims[0][1]) if process.pid not in self.before]
+                if victims:  # else it has just been killed, and is not back yet
+                    os.kill(victims[0], signal.SIGKILL)
+                    self.victims.pop(0)
             time.sleep(0.02)
 
     def watch(self, status: LedgerStatus) -> None:

@@ -57,6 +57,7 @@ def rows_of(folder: Path) -> dict[str, AnsweredRow]:
     return by_id
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(shop: Workshop, tmp_path: Path) -> None:
     stop = ChatTemplate(shop.folder / "tiny llama").stop_ids[0]
     with serving(TokenServer(stop)) as server:
