@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
     parser.add_argument("--experiments", nargs="+", default=["dspark_markov", "dspark_rank0", "dflash"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=450, help="of the demo's batch; the default is its own budget")
+    parser.add_argument("--steps", type=int, default=400, help="of the demo's batch; the default is its own budget")
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, help="held-out prompts decoded; all by default")
