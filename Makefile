@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml
 	@[ "$(ENGINE)" = gpu ] || $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@
 
-demo: setup ## the whole pipeline on SmolLM2-135M: about eleven minutes on two cores
+demo: setup ## the whole pipeline on SmolLM2-135M: about twelve minutes on two cores
 	@$(RUN) -m pipelines.demo $(ARGS)
 
 clean-demo: ## remove the demo's output
