@@ -212,7 +212,8 @@ def test_logits_outside_the_draft_vocabulary_are_impossible():
     narrow = drafter.base_logits(h)
     inside = torch.zeros(V, dtype=torch.bool)
     inside[list(SMALL)] = True
-    assert torch.equal(narrow[..., inside], whole[..., inside])
+    # A product over fewer columns may be summed in another order.
+    torch.testing.assert_close(narrow[..., inside], whole[..., inside], rtol=1e-12, atol=1e-12)
     assert bool((narrow[..., ~inside] == float("-inf")).all())
     assert not any("vocabulary" in name for name in drafter.state_dict())
 
