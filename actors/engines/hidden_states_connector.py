@@ -11,7 +11,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
-    extract_from_kv_cache,
 )
 
 # Key (the request's `hidden_states_path`) -> (token ids [T], hidden states [T, layers, H]); the engine takes each out as it arrives.
@@ -37,9 +36,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         if self._kv_cache is None or self._kv_cache.is_cuda:
             super()._submit_async_write(pending)
             return
-        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
-        slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
-        states = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0])
-        TAKEN[pending.filename] = (pending.token_ids.clone(), states.clone())
+        # [blocks, positions, layers, H] is how the cache lies in memory: whole blocks are copied, once.
+        blocks = self._kv_cache.transpose(1, 2).index_select(0, torch.tensor(pending.block_ids))
+        TAKEN[pending.filename] = (pending.token_ids.clone(), blocks.flatten(0, 1)[: pending.token_ids.shape[0]])
         done: Any = _Copied()
         self._req_copy_events[pending.req_id] = done
