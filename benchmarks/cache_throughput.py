@@ -4,7 +4,7 @@
 
 Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: vLLM without
 capture, one token generated, nothing kept. Cache: a producer from its first lease to its last commit, encoding and writing included, engine
-start left out in both. They take turns (A B A B), each in a fresh process.
+start left out in both. They take turns (A B A B), each in a fresh process with the engine's environment.
 """
 
 import argparse
@@ -37,17 +37,19 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
     parser.add_argument("--codec", default="lossless")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--part", choices=["bare", "cache"], help="(internal) one measurement, as JSON")
+    parser.add_argument("--part", choices=["bare", "cache"], help="(internal) one measurement, as JSON; set the engine's environment first")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cache_throughput.json"))
     args = parser.parse_args()
     if args.part:
         print(json.dumps(bare(args) if args.part == "bare" else cached(args)))
         return
     results: dict[str, list[dict[str, Any]]] = {"bare": [], "cache": []}
+    environment = vllm_environment(recipe(args, tempfile.gettempdir())[0].engine)
     for _ in range(args.rounds):
         for part, measured in results.items():
             command = [sys.executable, __file__, "--part", part, "--demo", str(args.demo), "--codec", args.codec]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            # From the process's start: OpenMP reads how many threads it may use when torch is imported.
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
             measured.append(json.loads(done.stdout.splitlines()[-1]))
             print(part, measured[-1], flush=True)
     speed = {part: statistics.median(row["tokens_per_second"] for row in rows) for part, rows in results.items()}
@@ -76,7 +78,6 @@ def recipe(args: argparse.Namespace, cache: str) -> tuple[CacheRecipe, Target]:
 def bare(args: argparse.Namespace) -> dict[str, Any]:
     """The engine alone, over the rows that would be cached."""
     made, _ = recipe(args, tempfile.gettempdir())
-    os.environ.update(vllm_environment(made.engine))
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
