@@ -8,7 +8,9 @@ MODEL ?= smollm2_135m
 CORPUS ?= $(basename $(notdir $(PROMPTS)))
 ARGS ?=
 
-.PHONY: help setup demo clean-demo plan corpus prepare regenerate cache train evaluate doctor test test-all lint format
+DRAFTERS := dspark_markov dspark_rnn dflash eagle3 mtp1
+
+.PHONY: help setup demo clean-demo plan corpus drafters prepare regenerate cache train evaluate doctor test test-all lint format
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +52,15 @@ cache: setup ## prompts, answers and hidden states of MODEL
 	@$(RUN) -m pipelines.prepare 'target=$(MODEL)' $(ARGS)
 	@$(RUN) -m pipelines.regenerate 'target=$(MODEL)' $(ARGS)
 	@$(RUN) -m pipelines.cache 'target=$(MODEL)' $(ARGS)
+
+# Every drafter reads one cache, so it holds the last hidden state of every position, as mtp1 needs.
+drafters: setup ## from nothing, SmolLM2's answers to PROMPTS (else the bundled ones), their cache, and five drafters of equal budget, compared
+	@common=(output=outputs/drafters $(if $(PROMPTS),corpus=jsonl 'corpus.train=$(PROMPTS)' 'corpus.name=$(CORPUS)')); \
+	$(RUN) -m pipelines.prepare "$${common[@]}" && \
+	$(RUN) -m pipelines.regenerate "$${common[@]}" generator.max_length=1024 target.sampling.max_new_tokens=160 && \
+	$(RUN) -m pipelines.cache "$${common[@]}" cache.max_length=1024 cache.keep_truncated=true cache.last_hidden_rows=all && \
+	$(RUN) benchmarks/compare_drafters.py --output outputs/drafters --corpus $(or $(CORPUS),bundled) --experiments $(DRAFTERS) --seeds 0 \
+		--set drafter.block_length=7 --out benchmarks/results/compare_drafters.json $(ARGS)
 
 doctor: setup ## what this machine can do, and what is missing
 	@$(RUN) -m pipelines.doctor $(ARGS)

@@ -1,9 +1,10 @@
-"""Accepted length of drafters trained alike but for their head, over several seeds, on what `make demo` left behind.
+"""Drafters trained on an equal budget of samples, over seeds: teacher-forced acceptance, and accepted length when they draft.
 
-    python benchmarks/compare_heads.py --demo outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
+    python benchmarks/compare_drafters.py --output outputs/demo --experiments dspark_markov dspark_rank0 dflash --seeds 0 1 2
+    make drafters                                              # a corpus, its cache, and the five algorithms, from nothing
 
-Trains each with `pipelines.train` (all on the same samples), then decodes held-out prompts at temperature 0. Finished runs
-are not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter and a table.
+Trains each with `pipelines.train` on one cache (all on the same samples), then decodes held-out prompts at temperature 0. Finished runs are
+not repeated. Two trainings of one thread each run side by side. Writes one JSON row a drafter, a figure, and a table.
 """
 
 import argparse
@@ -16,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from actors.drafter import build_drafter
@@ -25,6 +28,7 @@ from decoding.metrics import acceptance_metrics, divide
 from decoding.settings import SamplingSettings
 from decoding.target import TransformersTarget
 from drafters.config import DrafterConfig
+from pipelines.figures import MARKERS, SERIES, save
 from pipelines.job import write_json
 from pipelines.prepare import read_conversations
 from pipelines.target import Target, TargetConfig, load_target_config
@@ -35,24 +39,26 @@ from storage.places import Places
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder that holds the cache: `make demo` leaves one")
+    parser.add_argument("--corpus", default="bundled")
     parser.add_argument("--experiments", nargs="+", default=["dspark_markov", "dspark_rank0", "dflash"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400, help="of the demo's batch; the default is its own budget")
+    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="further options of every training")
     parser.add_argument("--side-by-side", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, help="held-out prompts decoded; all by default")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_heads.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/compare_heads.json"), help="the figure lies beside it")
     args = parser.parse_args()
     runs = [(experiment, seed) for seed in args.seeds for experiment in args.experiments]
     with ThreadPoolExecutor(args.side_by_side) as pool:
-        list(pool.map(lambda run: train(args.demo, args.steps, *run), runs))
+        list(pool.map(lambda run: train(args, *run), runs))
     config: TargetConfig = load_target_config("smollm2_135m")
     target = config.resolve(print)
     rows = [measure(args, target, experiment, seed) for experiment, seed in runs]
-    write_json(
-        args.out, {"steps": args.steps, "prompts": args.prompts, "max_new_tokens": args.max_new_tokens, "temperature": 0, "rows": rows}
-    )
+    facts = {key: getattr(args, key) for key in ("corpus", "steps", "set", "prompts", "max_new_tokens")}
+    write_json(args.out, {**facts, "temperature": 0, "rows": rows})
+    save(by_position(rows), args.out.with_suffix(".png"))
     print(table(rows))
 
 
@@ -60,18 +66,20 @@ def name(experiment: str, seed: int, steps: int) -> str:
     return f"{experiment}-{steps}-seed{seed}"
 
 
-def train(demo: Path, steps: int, experiment: str, seed: int) -> None:
-    """The demo's training with another drafter, seed or length."""
-    overrides = [f"output={demo}", f"+experiment={experiment}", f"train.seed={seed}", f"train.steps={steps}"]
-    overrides.append(f"run.name={name(experiment, seed, steps)}")
+def train(args: argparse.Namespace, experiment: str, seed: int) -> None:
+    """The demo's training with another drafter, corpus, seed or length."""
+    overrides = [f"output={args.output}", f"corpus.name={args.corpus}", f"+experiment={experiment}", f"train.seed={seed}"]
+    overrides += [f"train.steps={args.steps}", f"run.name={name(experiment, seed, args.steps)}", *args.set]
+    if experiment == "mtp1":
+        overrides = [each for each in overrides if not each.startswith("drafter.block_length=")]  # it drafts one token
     command = [sys.executable, "-m", "pipelines.train", *overrides, "workers.cpus=1", "cluster.cpus=1", "tracking=none"]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
 
 
 def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int) -> dict[str, Any]:
     """Greedy accepted length over all held-out prompts."""
-    store = ObjectStore(StorageSettings(str(args.demo)))
-    places = Places(target.config.name, "bundled")
+    store = ObjectStore(StorageSettings(str(args.output)))
+    places = Places(target.config.name, args.corpus)
     files = load_drafter(store.child(f"{places.run(name(experiment, seed, args.steps))}/drafter"))
     drafter = build_drafter(str(target.folder), DrafterConfig.from_dict(files.config), "bfloat16")
     drafter.load_trainable(files.tensors)
@@ -81,19 +89,35 @@ def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int
     settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
     decoder = TransformersTarget.for_drafter(model, files.contract.capture.layer_ids, drafter.config)
     shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
-    trained = json.loads((args.demo / places.run(name(experiment, seed, args.steps)) / "train.json").read_text())
+    trained = json.loads((args.output / places.run(name(experiment, seed, args.steps)) / "train.json").read_text())
     row = {
         "experiment": experiment,
         "seed": seed,
         "tau": shown["tau"],
         "tau_per_request": shown["tau_per_request"],
         "accept_cond": [shown.get(f"accept_cond@{k}") for k in range(1, drafter.config.block_length + 1)],
+        "one_minus_tv": [trained["metrics"].get(f"heldout/one_minus_tv@{k}") for k in range(1, drafter.config.block_length + 1)],
         "heldout_tau_teacher_forced": trained["metrics"]["heldout/tau_teacher_forced"],
         "samples": trained["settings"]["steps"] * trained["settings"]["global_batch"],
         "train_seconds": trained["seconds"],
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def by_position(rows: list[dict[str, Any]]) -> Figure:
+    """Teacher-forced acceptance by position, mean and range over seeds (in the style of the paper's Figure 2)."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for number, experiment in enumerate(dict.fromkeys(row["experiment"] for row in rows)):
+        curves = np.array([row["one_minus_tv"] for row in rows if row["experiment"] == experiment], dtype=float)
+        positions, colour = np.arange(1, curves.shape[1] + 1), SERIES[number % len(SERIES)]
+        axes.plot(positions, curves.mean(0), marker=MARKERS[number % len(MARKERS)], color=colour, label=experiment)
+        axes.fill_between(positions, curves.min(0), curves.max(0), color=colour, alpha=0.15)
+    axes.set(xlabel="draft position k", ylabel="one_minus_tv@k, held-out rows", ylim=(0, None))
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend(frameon=False)
+    return figure
 
 
 def table(rows: list[dict[str, Any]]) -> str:
