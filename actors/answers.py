@@ -1,7 +1,7 @@
-"""The target's answers on storage: immutable parts, and an index that gives every row a number that never changes.
+"""Answers on storage: immutable parts, and an index that gives every row a number that never changes.
 
 <answers>/settings.json              how they were generated; other settings are refused, never mixed in
-<answers>/parts/<hash>.arrow         rows, written by the actor that generated them
+<answers>/parts/<hash>.arrow         rows, written by the actor that generated them; those of a conversation lie side by side in one part
 <answers>/index/<first>-<count>.json written after its part, by the driver alone; a part without one is garbage
 <answers>/card.json, card.md         what the answers are, as of the last finished run (`corpus.card`)
 """
@@ -10,14 +10,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from actors.errors import ActorError
-from corpus.answers import AnsweredRow, decode_answers, encode_answers
+from corpus.answers import AnsweredRow, decode_answers, encode_answers, training_rows, usable
 from storage.object_store import ObjectStore
 
 _INDEX = re.compile(r"index/(\d{10})-(\d{8})\.json")
@@ -94,13 +94,8 @@ class AnswerStore:
         Raises:
             ActorError: it holds rows generated otherwise; names each differing setting.
         """
-        ours = self.settings = json.loads(json.dumps(dict(settings)))
-        try:
-            theirs = json.loads(self.store.get("settings.json"))
-        except FileNotFoundError:
-            theirs = {}
-        except ValueError as error:
-            raise ActorError(f"{self.store.url('settings.json')} is damaged ({error}); remove the folder, or copy it again") from error
+        ours, theirs = json.loads(json.dumps(dict(settings))), self.stored_settings()
+        self.settings = ours
         differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         if differing and self.rows:
             told = "; ".join(f"{key}: there {theirs.get(key)!r}, asked {ours.get(key)!r}" for key in differing)
@@ -110,6 +105,15 @@ class AnswerStore:
             )
         if differing:
             self.store.put("settings.json", json.dumps(ours, indent=2).encode())
+
+    def stored_settings(self) -> dict[str, Any]:
+        """How the rows that are here were generated; empty where none ever were."""
+        try:
+            return dict(json.loads(self.store.get("settings.json")))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ActorError(f"{self.store.url('settings.json')} is damaged ({error}); remove the folder, or copy it again") from error
 
     @property
     def rows(self) -> int:
@@ -150,6 +154,19 @@ class AnswerStore:
             raise ActorError(f"{self.store.settings.root} has {self.rows} rows; rows {start} to {stop - 1} were asked for")
         return rows
 
+    def read_around(self, start: int, stop: int) -> list[tuple[int, AnsweredRow]]:
+        """Rows [start, stop) with their numbers, and with them what else belongs to the first and the last one's conversation."""
+        found: list[tuple[int, AnsweredRow]] = []
+        for first, count, part in self._spans:
+            if first < stop and start < first + count:
+                rows, low, high = self._part(part), max(start - first, 0), min(stop - first, count)
+                while low > 0 and rows[low - 1].conversation_id == rows[low].conversation_id:
+                    low -= 1
+                while high < count and rows[high].conversation_id == rows[high - 1].conversation_id:
+                    high += 1
+                found += enumerate(rows[low:high], first + low)
+        return found
+
     def __iter__(self) -> Iterator[AnsweredRow]:
         for _, _, part in self._spans:
             yield from self._part(part)
@@ -165,12 +182,19 @@ class AnswerStore:
         return self._loaded[1]
 
 
-def frequent_tokens(answers: AnswerStore, row_ids: Collection[str], count: int, vocabulary: int) -> tuple[int, ...]:
-    """The `count` ids below `vocabulary` that the target said most often in the given rows, ascending; ties and what is left by id."""
+def frequent_tokens(
+    answers: Iterable[AnsweredRow], row_ids: Collection[str], stop_ids: Collection[int], count: int, vocabulary: int
+) -> tuple[int, ...]:
+    """The `count` ids below `vocabulary` that are supervised most often in the cached rows, ascending; ties and what is left by id."""
     said = np.zeros(vocabulary, dtype=np.int64)
+    turns: list[AnsweredRow] = []
     for row in answers:
+        turns = [*turns, row] if turns and turns[-1].conversation_id == row.conversation_id else [row]
         if row.row_id in row_ids:
-            said += np.bincount(row.answer_ids, minlength=vocabulary)[:vocabulary]
+            # It may hold earlier turns as well.
+            cached = training_rows(turn for turn in turns if turn is row or usable(turn, stop_ids))[-1]
+            said += np.bincount(cached.input_ids[cached.loss_mask()], minlength=vocabulary)[:vocabulary]
+            turns = []
     return tuple(sorted(np.argsort(-said, kind="stable")[:count].tolist()))
 
 

@@ -1,7 +1,7 @@
 """From a cache's rows to samples: answers that are stored already, or prompts that are answered while they are cached."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from storage.contract import Contract
 from storage.object_store import ObjectStore
 from storage.sample import Sample, supervised_rows
 
+JOINED = "part of a later turn's row"
 _SOURCE_KEY = "source.json"
 
 
@@ -82,7 +83,7 @@ def claim_source(recipe: CacheRecipe) -> None:
 
 
 class AnsweredRows:
-    """Samples of answers that are stored already: one prefill each."""
+    """Samples of answers that are stored already: one prefill for each row of `cached_rows`."""
 
     def __init__(self, recipe: CacheRecipe, engine: HiddenStateEngine) -> None:
         self.recipe, self.engine = recipe, engine
@@ -90,12 +91,11 @@ class AnsweredRows:
 
     def samples(self, lease: Lease, skipped: list[Skipped]) -> Iterator[tuple[int, Sample]]:
         """(row index, sample) as the engine gives them; what is left out is added to `skipped`."""
-        rows = list(enumerate(self.answers.read(lease.start, lease.stop), lease.start))
-        reasons = {index: skip_reason(row, self.recipe) for index, row in rows}
-        skipped += [Skipped(row.row_id, index, reason) for index, row in rows if (reason := reasons[index])]
-        usable = [(index, row) for index, row in rows if not reasons[index]]
-        for batch in batches(usable, self.recipe.engine.batch_tokens, self.recipe.engine.batch_rows):
-            captured = self.engine.prefill([row.masked().input_ids.tolist() for _, row in batch])
+        ready, left_out = cached_rows(self.answers.read_around(lease.start, lease.stop), self.recipe)
+        skipped += [row for row in left_out if lease.start <= row.index < lease.stop]
+        leased = [(index, row) for index, row in ready if lease.start <= index < lease.stop]
+        for batch in batches(leased, self.recipe.engine.batch_tokens, self.recipe.engine.batch_rows):
+            captured = self.engine.prefill([row.input_ids.tolist() for _, row in batch])
             for (index, row), states in zip(batch, captured, strict=True):
                 yield index, make_sample(row, states, self.recipe.contract)
 
@@ -143,8 +143,23 @@ class OnePassRows:
             skipped.append(Skipped(dialogue.rows[-1].row_id, index, skip_reason(dialogue.rows[-1], self.recipe)))
             return
         row, states = usable.pop(index)
-        joined = training_rows(dialogue.rows[: row.turn + 1], self.recipe.stop_ids, keep_truncated=self.recipe.keep_truncated)
-        yield index, masked_sample(joined[-1], states, self.recipe.contract)
+        joined = training_rows(turn for turn in dialogue.rows[: row.turn + 1] if not skip_reason(turn, self.recipe))
+        yield index, make_sample(joined[-1], states, self.recipe.contract)
+
+
+def cached_rows(answers: Iterable[tuple[int, AnsweredRow]], recipe: CacheRecipe) -> tuple[list[tuple[int, MaskedRow]], list[Skipped]]:
+    """What is cached of numbered answers, and what is not and why.
+
+    Turns whose prompts continue one another are one row, in the place of the last of them; the earlier ones count as skipped.
+
+    Args:
+        answers: whole conversations.
+    """
+    answers = list(answers)
+    reasons = {row.row_id: skip_reason(row, recipe) for _, row in answers}
+    rows = {row.row_id: row for row in training_rows(row for _, row in answers if not reasons[row.row_id])}
+    ready = [(index, rows[row.row_id]) for index, row in answers if row.row_id in rows]
+    return ready, [Skipped(row.row_id, index, reasons[row.row_id] or JOINED) for index, row in answers if row.row_id not in rows]
 
 
 def skip_reason(row: AnsweredRow, recipe: CacheRecipe) -> str:
@@ -160,17 +175,16 @@ def skip_reason(row: AnsweredRow, recipe: CacheRecipe) -> str:
     return ""
 
 
-def batches(rows: Sequence[tuple[int, AnsweredRow]], batch_tokens: int, batch_rows: int) -> Iterator[list[tuple[int, AnsweredRow]]]:
+def batches(rows: Sequence[tuple[int, MaskedRow]], batch_tokens: int, batch_rows: int) -> Iterator[list[tuple[int, MaskedRow]]]:
     """Group rows, longest first, so that a batch holds at most `batch_tokens` tokens (a longer row goes alone) and `batch_rows` rows."""
-    batch: list[tuple[int, AnsweredRow]] = []
+    batch: list[tuple[int, MaskedRow]] = []
     held = 0
-    for index, row in sorted(rows, key=lambda item: (-len(item[1].prompt_ids) - len(item[1].answer_ids), item[0])):
-        length = len(row.prompt_ids) + len(row.answer_ids)
-        if batch and (held + length > batch_tokens or len(batch) >= batch_rows):
+    for index, row in sorted(rows, key=lambda item: (-len(item[1].input_ids), item[0])):
+        if batch and (held + len(row.input_ids) > batch_tokens or len(batch) >= batch_rows):
             yield batch
             batch, held = [], 0
         batch.append((index, row))
-        held += length
+        held += len(row.input_ids)
     if batch:
         yield batch
 
@@ -180,12 +194,7 @@ def bf16_bits(states: torch.Tensor) -> np.ndarray:
     return states.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
 
 
-def make_sample(row: AnsweredRow, states: Captured, contract: Contract) -> Sample:
-    """One answered row and its states, as stored."""
-    return masked_sample(row.masked(), states, contract)
-
-
-def masked_sample(row: MaskedRow, states: Captured, contract: Contract) -> Sample:
+def make_sample(row: MaskedRow, states: Captured, contract: Contract) -> Sample:
     """One row and its states, as stored: the last hidden state only where the contract keeps it.
 
     Where the answer was produced in the same request the last token was never read, and its states are zero. No drafter reads them: an

@@ -24,7 +24,7 @@ from actors.cluster import ClusterSettings, cluster
 from actors.engines.base import EngineSettings
 from actors.engines.vllm import vllm_environment
 from actors.ledger import LedgerSettings
-from actors.rows import CacheRecipe, ProducerSettings, batches, skip_reason
+from actors.rows import CacheRecipe, ProducerSettings, batches, cached_rows
 from pipelines.job import write_json
 from pipelines.target import Target, load_target_config
 from storage.contract import Capture, Contract, ensure_contract
@@ -92,17 +92,17 @@ def bare(args: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=True,
         disable_log_stats=True,
     )
-    rows = [(index, row) for index, row in enumerate(AnswerStore(made.answers)) if not skip_reason(row, made)]
+    rows, _ = cached_rows(enumerate(AnswerStore(made.answers)), made)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     leases = [rows[start : start + 32] for start in range(0, len(rows), 32)]
     groups = [group for lease in leases for group in batches(lease, engine.batch_tokens, engine.batch_rows)]
-    prompts = [[TokensPrompt(prompt_token_ids=row.masked().input_ids.tolist()) for _, row in group] for group in groups]
+    prompts = [[TokensPrompt(prompt_token_ids=row.input_ids.tolist()) for _, row in group] for group in groups]
     llm.generate(prompts[0], sampling, use_tqdm=False)
     started = time.perf_counter()
     for group in prompts:
         llm.generate(group, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
-    tokens = sum(len(row.masked().input_ids) for _, row in rows)
+    tokens = sum(len(row.input_ids) for _, row in rows)
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
 

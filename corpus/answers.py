@@ -1,7 +1,7 @@
-"""Answers that the target gave: token ids as the engine consumed and produced them, never tokenized again.
+"""Answers as token ids: those that the target gave, as the engine consumed and produced them, and those that rows brought along.
 
-The loss mask of such a row is exactly the generated tokens, the stop token included. A row enters training only if `unusable` finds
-nothing wrong with it; everything else stays in the file and is counted, each kind apart.
+The loss mask of such a row is exactly the answer, the stop token included; nothing is tokenized again. A row enters training only if
+`unusable` finds nothing wrong with it; everything else stays in the file and is counted, each kind apart.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class AnsweredRow:
-    """One answer of the target.
+    """One answer.
 
     Attributes:
         conversation_id: content hash of the conversation that was asked.
@@ -134,13 +134,15 @@ def usable(row: AnsweredRow, stop_ids: Collection[int], loops: LoopRule | None =
     return unusable(row, stop_ids, loops, keep_truncated) is None
 
 
-def training_rows(
-    rows: Iterable[AnsweredRow], stop_ids: Collection[int], loops: LoopRule | None = None, keep_truncated: bool = False
-) -> list[MaskedRow]:
-    """The usable rows as training reads them, ordered by row id.
+def training_rows(rows: Iterable[AnsweredRow]) -> list[MaskedRow]:
+    """Usable answers as training reads them, ordered by conversation.
 
-    Turns of one conversation become one row where each prompt's ids start with all ids of the turn before (prompt + answer); where
-    the template breaks that, for instance by dropping earlier thinking, every turn stays a row of its own.
+    Turns of one conversation become one row, named after the last of them, where each prompt's ids start with all ids of the turn
+    before (prompt + answer); where the template breaks that, for instance by dropping earlier thinking, every turn stays a row of its
+    own.
+
+    Args:
+        rows: in any order. A turn that is left out is read by the later ones and not supervised in them.
 
     Raises:
         CorpusError: two rows with the same id.
@@ -151,11 +153,26 @@ def training_rows(
         if row.turn in turns:
             raise CorpusError(f"the answer {row.row_id} occurs twice. Read each part of the answers once, or build them again.")
         turns[row.turn] = row
-    masked: list[MaskedRow] = []
-    for _, turns in sorted(by_conversation.items()):
-        good = [row for _, row in sorted(turns.items()) if usable(row, stop_ids, loops, keep_truncated)]
-        masked.extend(_joined(good))
-    return masked
+    return [joined for _, turns in sorted(by_conversation.items()) for joined in _joined([turns[turn] for turn in sorted(turns)])]
+
+
+def answers_within(row: MaskedRow, first_turn: int, stop_ids: Collection[int]) -> list[AnsweredRow]:
+    """The answers that a masked row holds, each with all before it as its prompt: what `training_rows` joins again.
+
+    An answer that does not end with a stop token was cut, and counts as one that hit the limit.
+    """
+    return [
+        AnsweredRow(
+            conversation_id=row.conversation_id,
+            turn=turn,
+            source=row.source,
+            domain=row.domain,
+            prompt_ids=row.input_ids[:start],
+            answer_ids=row.input_ids[start:stop],
+            finish_reason=STOP if int(row.input_ids[stop - 1]) in stop_ids else LENGTH,
+        )
+        for turn, (start, stop) in enumerate(row.spans, first_turn)
+    ]
 
 
 def _joined(turns: Sequence[AnsweredRow]) -> list[MaskedRow]:

@@ -8,8 +8,6 @@ import numpy as np
 
 from corpus.errors import CorpusError
 
-MASK_RULE = "generated tokens, stop token included"
-
 
 @dataclass(frozen=True, eq=False)
 class MaskedRow:

@@ -213,7 +213,7 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
                     f"drafter.draft_vocab_size={size} takes the most frequent tokens of the answers, and {answers.store.settings.root} "
                     "holds none"
                 )
-            options["draft_vocabulary"] = frequent_tokens(answers, trained, size, target.identity.vocab_size)
+            options["draft_vocabulary"] = frequent_tokens(answers, trained, target.template.stop_ids, size, target.identity.vocab_size)
     config = config_from_target(
         read_model_config(target.folder), len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options
     )

@@ -184,7 +184,7 @@ def test_counting_loops_are_found_and_real_text_is_not():
 def test_turns_join_where_the_prompt_continues_the_ids():
     first = row([4, STOP], prompt=[5, 6])
     second = row([8, STOP], prompt=[5, 6, 4, STOP, 1, 7], turn=1)
-    (joined,) = training_rows([second, first], STOPS)
+    (joined,) = training_rows([second, first])
     assert joined.input_ids.tolist() == [5, 6, 4, STOP, 1, 7, 8, STOP]
     assert joined.spans == ((2, 4), (6, 8))
     assert joined.row_id == "c.1"
@@ -193,15 +193,15 @@ def test_turns_join_where_the_prompt_continues_the_ids():
 def test_turns_stay_apart_where_it_does_not():
     first = row([4, STOP], prompt=[5, 6])
     changed = row([8, STOP], prompt=[5, 6, 3, STOP, 1, 7], turn=1)
-    assert [r.spans for r in training_rows([first, changed], STOPS)] == [((2, 4),), ((6, 8),)]
+    assert [r.spans for r in training_rows([first, changed])] == [((2, 4),), ((6, 8),)]
     gap = row([8, STOP], prompt=[5, 6, 4, STOP, 1, 7], turn=2)
-    assert len(training_rows([first, gap], STOPS)) == 2
+    assert len(training_rows([first, gap])) == 2
 
 
 def test_unusable_turns_are_not_supervised_in_later_ones():
     first = row([4, 3], "length", prompt=[5, 6])
     second = row([8, STOP], prompt=[5, 6, 4, 3, 1, 7], turn=1)
-    (only,) = training_rows([first, second], STOPS)
+    (only,) = training_rows(turn for turn in [first, second] if usable(turn, STOPS))
     assert only.spans == ((6, 8),)
 
 
@@ -209,9 +209,9 @@ def test_unusable_turns_are_not_supervised_in_later_ones():
 @given(st.permutations([(c, t) for c in "abc" for t in (0, 1)]))
 def test_training_rows_do_not_depend_on_order(order):
     rows = [row([4, STOP], conversation=c, turn=t) for c, t in order]
-    assert training_rows(rows, STOPS) == training_rows(rows[::-1], STOPS)
+    assert training_rows(rows) == training_rows(rows[::-1])
     with pytest.raises(CorpusError, match="twice"):
-        training_rows([*rows, rows[0]], STOPS)
+        training_rows([*rows, rows[0]])
 
 
 # -- cutting

@@ -190,7 +190,7 @@ def through_shard(rows: list[list[int]], captured: list[Captured], contract: Con
         for index, (ids, states) in enumerate(zip(rows, captured, strict=True)):
             half = (len(ids) + 1) // 2
             row = AnsweredRow(f"row{index}", 0, "test", "chat", ids[:half], ids[half:], "stop")
-            writer.add(encode_sample(make_sample(row, states, contract), contract), row.row_id, index)
+            writer.add(encode_sample(make_sample(row.masked(), states, contract), contract), row.row_id, index)
         return [read_sample(store, shard.name, entry, contract) for shard in writer.close() for entry in shard.entries]
 
 

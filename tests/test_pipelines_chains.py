@@ -1,7 +1,6 @@
 """Eagle3 and MTP-1 from a cache to drafted text, as a person runs them, on a tiny random target and a cache written by hand."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from tiny_models import HIDDEN, VOCABULARY, write_tiny_model
 
 from actors.answers import frequent_tokens
 from actors.decoder import Decoder, DecoderSettings, Prompt
+from corpus.answers import AnsweredRow
 from decoding.settings import SamplingSettings
 from storage.checkpoint import load_drafter
 from storage.commits import Commit, lease_id, write_commit
@@ -124,9 +124,10 @@ def test_mtp1_on_a_cache_without_every_last_hidden_state_is_a_mismatch(
 
 
 def test_the_draft_vocabulary_is_what_the_trained_answers_say_most() -> None:
-    rows = [([7, 7, 7, 3], "a"), ([3, 5], "b"), ([2, 2, 2, 2, 2], "held out"), ([99], "a")]
-    answers: Any = [SimpleNamespace(row_id=row_id, answer_ids=np.array(ids, np.int32)) for ids, row_id in rows]
-    assert frequent_tokens(answers, {"a", "b"}, 3, 10) == (3, 5, 7)
-    assert frequent_tokens(answers, {"a", "b"}, 5, 10) == (0, 1, 3, 5, 7)  # what was never said follows by id
-    assert frequent_tokens(answers, {"a", "b"}, 99, 10) == tuple(range(10))
-    assert torch.tensor(frequent_tokens(answers, {"none"}, 2, 10)).tolist() == [0, 1]
+    told = {"a": [7, 7, 7, 3], "b": [3, 5], "held out": [2, 2, 2, 2, 2], "c": [99]}
+    answers = [AnsweredRow(name, 0, "test", "chat", np.array([1]), np.array(ids), "stop") for name, ids in told.items()]
+    trained = {"a.0", "b.0", "c.0"}
+    assert frequent_tokens(answers, trained, (), 3, 10) == (3, 5, 7)
+    assert frequent_tokens(answers, trained, (), 5, 10) == (0, 1, 3, 5, 7)  # what was never said follows by id
+    assert frequent_tokens(answers, trained, (), 99, 10) == tuple(range(10))
+    assert torch.tensor(frequent_tokens(answers, {"none"}, (), 2, 10)).tolist() == [0, 1]

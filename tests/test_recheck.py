@@ -37,7 +37,7 @@ def stored(model: Path, folder: Path, codec: str, swap: bool) -> tuple[RecheckRe
     for seed in range(6):
         ids = np.random.default_rng(seed).integers(10, 300, 40).tolist()
         (states,) = HfEngine(engine).prefill([ids])
-        samples.append(make_sample(AnsweredRow(f"row{seed}", 0, "test", "chat", ids[:8], ids[8:], "stop"), states, contract))
+        samples.append(make_sample(AnsweredRow(f"row{seed}", 0, "test", "chat", ids[:8], ids[8:], "stop").masked(), states, contract))
     if swap:
         two, three = samples[2:4]
         samples[2] = replace(two, context=three.context, last_hidden=three.last_hidden)
