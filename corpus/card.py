@@ -135,8 +135,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     count = max(rows["rows"], 1)
     sections = [
         f"# {card['name']}",
-        "Rows are prompts and answers as token ids, the answers as the target generated them; exactly the generated tokens are supervised, "
-        "the stop token included. Shares are of all rows.",
+        "Rows are prompts and answers as token ids. An answer of the target is what it generated, token by token; one that a row brought "
+        "along is what the chat template makes of it. Exactly the answers are supervised, the stop token included. Shares are of all rows.",
         _table("Rows", ("", "rows", "share"), [("all", rows["rows"], ""), _share("usable", rows["usable"], count)]),
         _table("Left out of training", ("reason", "rows", "share"), [_share(k, v, count) for k, v in rows["unusable"].items()]),
         _table("How answers ended", ("finish reason", "rows", "share"), [_share(k, v, count) for k, v in rows["finish_reasons"].items()]),

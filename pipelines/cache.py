@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.progress import Progress, TaskID
 
 from actors.answers import AnswerStore
+from actors.brought_answers import SETTING
 from actors.caching import run_cache
 from actors.cluster import cluster
 from actors.engines.base import AnswerSettings, EngineSettings
@@ -28,7 +29,7 @@ from pipelines.job import Job, JobError, finish, launch, mendable, notices, prog
 from pipelines.machine import engine_count
 from pipelines.prepare import read_conversations
 from pipelines.target import Target, describe
-from storage.contract import MASK_RULE, MASK_RULE_TRUNCATED, Capture, Contract, ensure_contract
+from storage.contract import Capture, Contract, ensure_contract, mask_rule
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
 from storage.upkeep import published_bytes
@@ -90,8 +91,13 @@ def main(cfg: DictConfig) -> None:
             "or let them be given while caching: `producer.one_pass=true`."
         )
     prompts = read_conversations(store.child(job.places.prompts), "train") if job.producer.one_pass else []
+    if any(conversation.brings_answers for conversation in prompts):
+        raise JobError(
+            f"corpus {job.corpus.name} was prepared with corpus.answers=keep, and producer.one_pass=true answers every row anew. Run "
+            "`python -m pipelines.regenerate` and `cache` without one_pass, or `prepare` without corpus.answers=keep."
+        )
     target = job.target.resolve(notices.print)
-    recipe = make_recipe(job, target, cache, answers.store)
+    recipe = make_recipe(job, target, cache, answers)
     ensure_contract(cache, recipe.contract)
     claim_source(recipe)
     rows = PromptStore(cache).add(prompts) if job.producer.one_pass else answers.rows
@@ -115,7 +121,7 @@ def look_after(job: CacheJob, store: ObjectStore) -> None:
         gc(cache, job.upkeep, result)
     else:
         answers, target = AnswerStore(store.child(job.places.answers)), job.target.resolve(notices.print)
-        made = make_recipe(job, target, cache, answers.store)
+        made = make_recipe(job, target, cache, answers)
         recheck = RecheckRecipe(cache, made.contract, made.engine, made.settings.cpus, made.settings.gpus)
         verify(cache, answers, target, recheck, job.cluster, job.upkeep, result)
 
@@ -132,7 +138,7 @@ def _watch(bar: Progress, task: TaskID, tokens_before: int) -> Callable[[LedgerS
     return on_status
 
 
-def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: ObjectStore) -> CacheRecipe:
+def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: AnswerStore) -> CacheRecipe:
     """What the producers need to know, from the job's config."""
     producer = job.producer
     producers, gpus = engine_count(producer.count, producer.gpus, producer.threads)
@@ -141,11 +147,11 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Obje
         max_length=job.cache.max_length,
         codec=job.cache.codec,
         last_hidden_rows=job.cache.last_hidden_rows,
-        mask_rule=MASK_RULE_TRUNCATED if job.cache.keep_truncated else MASK_RULE,
+        mask_rule=mask_rule(job.cache.keep_truncated, not producer.one_pass and SETTING in answers.stored_settings()),
     )
     return CacheRecipe(
         cache=cache,
-        answers=answers,
+        answers=answers.store,
         contract=Contract(target.identity, capture),
         engine=EngineSettings(
             model=str(target.folder),
@@ -183,7 +189,7 @@ def summarize(
     manifest = Manifest.current(cache)
     manifest.save(cache)
     skipped = manifest.tally.skipped
-    tokens = max(status.tokens, 1)
+    tokens, supervised = max(status.tokens, 1), int(manifest.supervised.sum())
     published = published_bytes(len(target.layer_ids), target.identity.hidden_size)
     worked = sum(report["tokens"] for report in reports)
     rate = f"{worked / seconds:.0f} tokens/s, engine start included" if worked else "nothing to do: all rows were cached"
@@ -193,7 +199,7 @@ def summarize(
         {
             "rows": f"{status.cached} cached, {status.skipped} skipped" + (f", {status.failed_rows} failed" if failed else ""),
             "skipped": ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()) or "none",
-            "tokens": str(status.tokens),
+            "tokens": f"{status.tokens}, {supervised / tokens:.1%} of them supervised",
             "bytes a token": f"{status.bytes / tokens:.0f} ({status.bytes / tokens / published:.2f} of published), codec {job.cache.codec}",
             "speed": rate,
             "manifest": manifest.hash,
@@ -208,6 +214,8 @@ def summarize(
             "skipped": dict(skipped),
             "failed": failed,
             "tokens": status.tokens,
+            "supervised_tokens": supervised,
+            "supervised_share": supervised / tokens,
             "bytes": status.bytes,
             "bytes_per_token": status.bytes / tokens,
             "of_published_layout": status.bytes / tokens / published,

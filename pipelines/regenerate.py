@@ -1,6 +1,7 @@
 """Let the target answer the training prompts: `python -m pipelines.regenerate target=qwen3_8b`.
 
-Resumes by content hash: run it again after a crash, or after adding prompts, and only what is missing is answered.
+Resumes by content hash: run it again after a crash, or after adding prompts, and only what is missing is answered. Rows that `prepare`
+was told to keep the answers of (`corpus.answers=keep`) are stored with these, masked, and cost no engine anything.
 """
 
 import json
@@ -20,10 +21,11 @@ from rich.progress import Progress
 
 from actors.answer_pool import GeneratorSettings, MakeAnswerer, endpoint_answerers, regenerate, vllm_answerers
 from actors.answers import AnswerStore, Part, answers_hash
+from actors.brought_answers import BROUGHT, SETTING, BroughtSettings, store_brought_answers
 from actors.cluster import cluster
 from actors.engines.base import AnswerSettings, EngineSettings
 from actors.engines.endpoint import EndpointSettings
-from corpus.answers import usable
+from corpus.answers import training_rows, usable
 from corpus.card import AnswerSummary, card_markdown, summarize
 from corpus.conversation import Conversation
 from corpus.show import show_rows
@@ -77,18 +79,31 @@ def main(cfg: DictConfig) -> None:
     conversations = read_conversations(store.child(job.places.prompts), "train")
     if not conversations:
         raise JobError(f"corpus {job.corpus.name} has no training prompts. Run `python -m pipelines.prepare` with other sources.")
+    if job.corpus.answers == "drop" and any(conversation.brings_answers for conversation in conversations):
+        raise JobError(
+            f"corpus {job.corpus.name} was prepared with corpus.answers=keep: say so here too, or run `python -m pipelines.prepare` again "
+            "to let the target answer its rows."
+        )
     target = job.target.resolve(notices.print)
     answers = AnswerStore(store.child(job.places.answers))
     answers.claim(provenance(job, target))
     started, before = time.perf_counter(), len(answers.parts)
-    missing = {conversation.id for conversation in conversations} - answers.conversation_ids()
-    given_up: dict[str, str] = {}
-    if missing:
-        settings = GeneratorSettings(job.generator.batch_conversations, job.generator.part_rows, job.target.enable_thinking)
-        with nullcontext() if job.generator.endpoints else cluster(job.cluster), progress() as bar:
-            on_part = _watch(bar, len(missing))
-            given_up = regenerate(conversations, answers, answerers(job, target, settings, answers), settings, on_part)
+    known = answers.conversation_ids()
+    missing = {conversation.id: conversation for conversation in conversations if conversation.id not in known}
+    given_up = complete(job, target, answers, list(missing.values())) if missing else {}
     report(job, target, answers, conversations, before, given_up, time.perf_counter() - started)
+
+
+def complete(job: RegenerateJob, target: Target, answers: AnswerStore, missing: Sequence[Conversation]) -> dict[str, str]:
+    """Store the answers that rows bring along, and let the target give the others; returns the conversations that were given up."""
+    asked = [conversation for conversation in missing if not conversation.brings_answers]
+    settings = GeneratorSettings(job.generator.batch_conversations, job.generator.part_rows, job.target.enable_thinking)
+    with cluster(job.cluster) if asked and not job.generator.endpoints else nullcontext(), progress() as bar:
+        on_part = _watch(bar, len(missing))
+        brought = BroughtSettings(job.corpus.unstable_template, job.target.enable_thinking, job.generator.max_length)
+        rest = (conversation for conversation in missing if conversation.brings_answers)
+        store_brought_answers(rest, answers, target.template, brought, on_part)
+        return regenerate(asked, answers, answerers(job, target, settings, answers), settings, on_part) if asked else {}
 
 
 def provenance(job: RegenerateJob, target: Target) -> dict[str, Any]:
@@ -102,6 +117,7 @@ def provenance(job: RegenerateJob, target: Target) -> dict[str, Any]:
         "enable_thinking": job.target.enable_thinking,
         "max_length": job.generator.max_length,
         "seed": job.generator.seed,
+        **({SETTING: {"unstable_template": job.corpus.unstable_template}} if job.corpus.answers == "keep" else {}),
     }
 
 
@@ -155,10 +171,11 @@ def report(
     answers.store.put("card.md", text.encode())
     card_path = job.result_path("answers_card").with_suffix(".md")
     write_text(card_path, text)
-    shown = [row.masked() for row in rows if usable(row, target.template.stop_ids)][: job.show]
+    shown = training_rows(row for row in rows if usable(row, target.template.stop_ids)) if job.show else []
     show_rows(shown, target.template.decode, output, job.show, target.template.control_ids)
-    now = answers.parts[before:]
+    now = [part for part in answers.parts[before:] if part.engine != BROUGHT]
     answered, generated = sum(len(part.conversation_ids) for part in now), sum(part.answer_tokens for part in now)
+    brought = sum(len(part.conversation_ids) for part in answers.parts[before:]) - answered
     total, strays = summary.total, card["corpus"]["answered_but_not_in_corpus"]
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(given_up.values()).most_common(3))
     finish(
@@ -168,6 +185,7 @@ def report(
             "left out": ", ".join(f"{count} {reason}" for reason, count in summary.unusable.most_common()) or "none",
             "supervised": f"{total.supervised_share:.1%} of the tokens of usable rows",
             "answered now": f"{answered} conversations, {generated} tokens in {seconds:.0f} s" if now else "nothing: all were answered",
+            **({"stored now": f"{brought} conversations with the answers that they bring along"} if brought else {}),
             "speed": f"{generated / seconds:.0f} tokens/s, engine start included" if now else "-",
             **({"not in corpus": f"{strays} answered conversations that it no longer holds; `cache` uses them"} if strays else {}),
             **({"given up": f"{len(given_up)} conversations, for the next run to try again: {reasons}"} if given_up else {}),
@@ -180,6 +198,7 @@ def report(
             "summary": summary.to_json(),
             "card": card,
             "answered_now": answered,
+            "brought_now": brought,
             "generated_tokens": generated,
             "seconds": seconds,
             "given_up": given_up,
@@ -195,7 +214,8 @@ def make_card(
 ) -> dict[str, Any]:
     """The data set card: what is in the answers, of what, by whom and how; see `corpus.card.card_markdown`."""
     asked, answered = {conversation.id for conversation in conversations}, answers.conversation_ids()
-    tokens, seconds = sum(part.answer_tokens for part in answers.parts), sum(part.seconds for part in answers.parts)
+    given = [part for part in answers.parts if part.engine != BROUGHT]
+    tokens, seconds = sum(part.answer_tokens for part in given), sum(part.seconds for part in given)
     engines: Counter[str] = Counter()
     for part in answers.parts:
         engines[part.engine] += part.rows
@@ -215,7 +235,7 @@ def make_card(
             **{name: answers.settings[name] for name in ("stop_token_ids", "enable_thinking", "max_length", "seed")},
         },
         "target": {"name": job.target.name, **asdict(target.identity)},
-        "engines": {name: f"{count} rows" for name, count in engines.most_common()},
+        "answers_given_by": {name: f"{count} rows" for name, count in engines.most_common()},
         "speed": {
             "answer_tokens": tokens,
             "seconds": seconds,
