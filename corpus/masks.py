@@ -9,6 +9,7 @@ rows are refused or reduced to their last answer, and counted.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -161,7 +162,7 @@ def _require_prefix(prefix: list[int], whole: list[int], what: str) -> None:
 
 
 def _says(text: str, message: Message) -> bool:
-    """Whether the rendered answer holds the message's words and thoughts, and, tool calls aside, nothing else."""
+    """Whether the rendered answer holds the message's words and thoughts, and nothing else but its tool calls by name and arguments."""
     text = unicodedata.normalize("NFC", text)  # tokenizers may compose characters
     content = unicodedata.normalize("NFC", message.content)
     thought, ends_thought, _ = content.rpartition(_THOUGHT_END)
@@ -169,7 +170,10 @@ def _says(text: str, message: Message) -> bool:
     if not all(part in text for part in thoughts):
         return False
     said, meant = _visible(text), _visible(content)
-    return said.startswith(meant) if message.tool_calls else said == meant
+    if not message.tool_calls:
+        return said == meant
+    called = [word for call in message.tool_calls for word in (call.name, *json.loads(call.arguments))]
+    return said.startswith(meant) and all(word in said[len(meant) :] for word in called)
 
 
 def _visible(text: str) -> str:

@@ -14,6 +14,7 @@ from corpus.conversation import Conversation, Message, ToolCall
 from corpus.errors import CorpusError, MaskRefused, RowRejected
 from corpus.masked import cut
 from corpus.masks import Masker, mask_conversation
+from corpus.rows import parse_row
 from corpus.show import CONTROL_STYLE, SUPERVISED_STYLE, row_text, show_prompt, show_rows
 from corpus.template import ChatTemplate
 
@@ -105,6 +106,14 @@ def test_tool_call_and_answer_after_the_result():
     assert supervised(target("qwen3"), whole, policy="last_turn") == ["Four.<|im_end|>"]
 
 
+@pytest.mark.parametrize("family", ["chatml", "smollm2", "llama3", "gemma"])
+@pytest.mark.parametrize("words", ["", "Let me look."])
+def test_a_tool_call_that_the_template_drops_is_refused(family, words):
+    """What is left would teach the target to stop where it calls."""
+    call = Message("assistant", words, tool_calls=(ToolCall("weather", '{"city":"Oslo"}'),))
+    assert refusal(target(family), talk(Message("user", "Q"), call)) == "answer_changed"
+
+
 def test_no_answer_is_refused():
     assert refusal(target("chatml"), talk("only a question")) == "no_answer"
 
@@ -112,6 +121,17 @@ def test_no_answer_is_refused():
 def test_whitespace_that_a_template_trims_is_refused():
     assert refusal(target("llama3"), talk("Q", "  indented")) == "answer_changed"
     assert supervised(target("chatml"), talk("Q", "  indented ")) == ["  indented <|im_end|>"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_whitespace_at_the_end_of_a_row_is_gone_before_it_is_masked(family):
+    row = parse_row({"messages": [{"role": "user", "content": "Q \n"}, {"role": "assistant", "content": "A b. \t\n\n"}]}, "src", "chat")
+    assert supervised(target(family), row) == ["A b." + TURN_END[family]]
+    kept = {"chatml", "smollm2", "qwen3"}  # the others trim, so that what a row says would not be what is learned
+    if family in kept:
+        assert supervised(target(family), talk("Q", "A b. ")) == ["A b. " + TURN_END[family]]
+    else:
+        assert refusal(target(family), talk("Q", "A b. ")) == "answer_changed"
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -137,16 +157,26 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("answer", ["{{ messages[0].content }} {{ m.content }}", "{{ m.content }} {{ messages[0].content }}"])
+def test_a_mask_that_would_cover_what_the_user_said_is_refused(tmp_path, answer):
+    text = BROKEN["answer_changed"].replace(
+        "{{ m.content | upper }}", f"{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{answer}{{% endif %}}"
+    )
+    template = ChatTemplate(save_target(tmp_path, Family(text, FAMILIES["chatml"].special, "<|im_end|>")))
+    assert refusal(template, talk("Question", "Answer")) == "answer_changed"
+
+
 @pytest.mark.parametrize("reason", sorted(BROKEN))
 def test_templates_that_reorder_change_or_never_stop_are_refused(tmp_path, reason):
     folder = save_target(tmp_path, Family(BROKEN[reason], FAMILIES["chatml"].special, "<|im_end|>"))
     assert refusal(ChatTemplate(folder), talk("Question", "Answer")) == reason
 
 
-def test_a_hundred_turns():
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_hundred_turns(family):
     turns = [f"turn {i}" for i in range(100)]
-    parts = supervised(target("chatml"), talk(*turns))
-    assert parts == [f"{turn}<|im_end|>" for turn in turns[1::2]]
+    answers = turns[-1:] if family == "qwen3" else turns[1::2]  # its template drops the thoughts of earlier answers
+    assert supervised(target(family), talk(*turns), policy="last_turn") == [answer + TURN_END[family] for answer in answers]
 
 
 def masked_all(conversations, template, **options):
