@@ -152,6 +152,7 @@ UNUSABLE = [
     ({"messages": [{"role": "system", "content": "S"}]}, "no_user_turn"),
     ({"messages": [{"role": "system", "content": ""}]}, "no_user_turn"),
     ({"messages": [assistant(), user()]}, "assistant_first"),
+    ({"messages": [{"role": "system", "content": "S"}, assistant()]}, "assistant_first"),
     ({"messages": [user(), assistant(), assistant("B")]}, "role_order"),
     ({"messages": [user(), assistant(""), user()]}, "empty_turn"),
     ({"messages": [user(), {"role": "system", "content": "S"}]}, "system_not_first"),

@@ -3,21 +3,23 @@
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpus_templates import relaxed
+from corpus_templates import FAMILIES, relaxed, save_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 from token_server import TokenServer, answer_to, serving
+from transformers import AutoTokenizer
 
 from actors.answer_pool import GeneratorSettings, endpoint_answerers, regenerate
 from actors.answers import AnswerStore, Part
 from actors.engines.base import AnswerSettings
 from actors.engines.endpoint import EndpointSettings
 from actors.errors import ActorError
-from corpus.answers import AnsweredRow
+from corpus.answers import AnsweredRow, training_rows
 from corpus.conversation import Conversation, Message
 from corpus.template import ChatTemplate
 from storage.object_store import ObjectStore, StorageSettings
@@ -119,6 +121,22 @@ def test_passing_trouble_costs_no_row(store, template):
     check(store, asked, template)
 
 
+def test_pauses_between_attempts_grow_and_are_as_long_as_the_server_asks(store, template):
+    answers, asked = [(503, b""), (500, b""), (429, b"", {"Retry_After": "1"})], list[float]()
+
+    def fault(server: TokenServer, body: dict) -> object:
+        if body["max_tokens"] > 1:
+            asked.append(time.monotonic())
+        return answers.pop(0) if answers and body["max_tokens"] > 1 else None
+
+    with serving(TokenServer(template.stop_ids[0], fault=fault)) as server:
+        assert answer_all(many(1), store, template, server.url, retries=3) == {}
+    first, second, told = (after - before for before, after in itertools.pairwise(asked))
+    assert 0.3 < first < second
+    assert told >= 1
+    check(store, many(1), template)
+
+
 def test_a_slow_answer_is_asked_again(store, template):
     def fault(server: TokenServer, body: dict) -> None:
         if body["max_tokens"] > 1 and server.asked[tuple(body["prompt"])] == 1:
@@ -171,6 +189,31 @@ def test_a_row_that_is_always_refused_is_given_up_alone(store, template, fault):
     assert list(given_up) == [bad.id]
     assert server.url in given_up[bad.id]
     check(store, [c for c in asked if c is not bad], template)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_thinking_is_left_out_unless_asked_for_and_earlier_thoughts_part_the_turns(store, tmp_path, thinking):
+    folder = save_target(tmp_path / "qwen3", FAMILIES["qwen3"])
+    template, tokenizer = ChatTemplate(folder), AutoTokenizer.from_pretrained(folder)
+    said = tokenizer.encode("<think>\nHm.\n</think>\n\nFour.<|im_end|>" if thinking else "Four.<|im_end|>", add_special_tokens=False)
+
+    def answers(server: TokenServer, body: dict) -> tuple[int, dict]:
+        return 200, {"choices": [{"text": "", "finish_reason": "stop", "token_ids": said, "prompt_token_ids": body["prompt"]}]}
+
+    settings = replace(SETTINGS, enable_thinking=thinking)
+    with serving(TokenServer(0, fault=answers)) as server:
+        stored = AnswerStore(store)
+        makers = endpoint_answerers([EndpointSettings(server.url, MAX_LENGTH)], template, AnswerSettings(0.7), settings, stored)
+        assert regenerate([asks("What is 2 + 2?", "And 3 + 1?")], stored, makers, settings, lambda part: None) == {}
+    rows = sorted(rows_of(store).values(), key=lambda row: row.turn)
+    opening = "<|im_start|>assistant\n" + ("" if thinking else "<think>\n\n</think>\n\n")
+    first = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+    assert [template.decode(row.prompt_ids) for row in rows] == [
+        first + opening,
+        f"{first}<|im_start|>assistant\nFour.<|im_end|>\n<|im_start|>user\nAnd 3 + 1?<|im_end|>\n{opening}",
+    ]
+    assert [row.answer_ids.tolist() for row in rows] == [said, said]
+    assert [row.spans for row in training_rows(rows)] == [(rows[0].span,), (rows[1].span,)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,15 @@
-"""Answers by a real vLLM under Ray: token ids kept, resume by content, turns, what cannot be asked; and the store that keeps them."""
+"""Answers by a real vLLM, under Ray or behind a URL: token ids kept, resume, turns, what cannot be asked; and the store for them."""
 
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from pipeline_runs import Workshop, run, start, write_rows
 from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -172,6 +179,64 @@ def test_what_a_killed_engine_left_undone_is_answered_by_the_next(running_ray, m
 
     answer_all(asked, AnswerStore(store), model, kill_once)
     check_rows(list(AnswerStore(store)), asked, model)
+
+
+@contextmanager
+def vllm_server(model: Path, log: Path) -> Iterator[str]:
+    """vLLM's own OpenAI server on this machine, as a person starts it; its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--host=127.0.0.1", f"--port={port}", f"--model={model}", "--served-model-name=tiny", "--dtype=float32", "--enforce-eager"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options, f"--max-model-len={MAX_LENGTH}", "--max-num-seqs=8"]
+    quiet = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, env={**os.environ, **quiet}, stdout=output, stderr=output, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not _answers(f"http://127.0.0.1:{port}/health"):
+            assert server.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        family = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
+        server.terminate()
+        server.wait(timeout=60)
+        for process in psutil.wait_procs(family, timeout=20)[1]:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllms_own_server_answers_with_the_same_token_ids(model, tmp_path):
+    """The whole job against it: what is stored, a second run that asks nothing, and a server that takes shorter rows than are asked for."""
+    shop, asked = Workshop(tmp_path), conversations()
+    (tmp_path / "tiny llama").symlink_to(model)
+    write_rows(tmp_path / "prompts.jsonl", [{"turns": [m.content for m in c.messages], "source": "test"} for c in asked])
+    write_rows(tmp_path / "heldout.jsonl", [{"prompt": "Name a colour."}])
+    run("prepare", shop.overrides("prepare"))
+    with vllm_server(model, tmp_path / "server.log") as url:
+        sampled = [f"generator.endpoints=[{url}]", "target.sampling.temperature=0", f"target.sampling.max_new_tokens={NEW_TOKENS}"]
+        overrides = shop.overrides("regenerate", *sampled, "generator.batch_rows=4")
+        result, _ = run("regenerate", overrides)
+        again, _ = run("regenerate", overrides)
+        process = start("regenerate", [*overrides, "generator.max_length=256", "target.name=longer"])
+        _, refused = process.communicate(timeout=280)
+    rows = list(AnswerStore(ObjectStore(StorageSettings(str(shop.stored / "answers")))))
+    check_rows(rows, asked, model)
+    assert (result["answered_now"], again["answered_now"]) == (len(asked), 0)
+    assert list(result["card"]["answers_given_by"]) == [f"tiny at {url}"]
+    assert process.returncode == 2
+    assert "takes rows of 128 tokens (its max_model_len), generator.max_length=256 asks for more" in refused
 
 
 def test_an_engine_that_cannot_start_is_named_at_once(running_ray, model, tmp_path):

@@ -26,7 +26,7 @@ class TokenServer(ThreadingHTTPServer):
     """Serves one model.
 
     Attributes:
-        fault: called with each completion's body; None goes on, (status, body) is answered as it is, "hang up" cuts the connection.
+        fault: called with each completion's body; None goes on, (status, body[, headers]) is answered, "hang up" cuts the connection.
         asked: how often each prompt was asked.
         most: the most requests there were at a time.
     """
@@ -88,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if body.get("return_token_ids"):
                     choice |= {"token_ids": ids, "prompt_token_ids": prompt}
                 told = 200, {"choices": [choice]}
-            self._reply(*told)
+            status, reply, *headers = told
+            self._reply(status, reply, **(headers[0] if headers else {}))
         finally:
             with server.lock:
                 server.now -= 1
