@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoding.errors import DecodingError
 from decoding.propose import DraftBlock, propose
-from decoding.sampling import Draw, RandomStreams, sample, to_probs
+from decoding.sampling import Draw, RandomStreams, sample
 from decoding.settings import Generation, Round, SamplingSettings, Seconds
 from decoding.target import TransformersTarget
 from decoding.verify import Verdict, verify_greedy, verify_sampled
@@ -83,7 +83,8 @@ class _Batch:
         self.requests = np.arange(count)
         self.remaining = np.full(count, settings.max_new_tokens)
         self.seconds = np.zeros((count, 4))  # prefill, draft, verify, total
-        self.log: list[tuple[np.ndarray, np.ndarray, Tensor | None]] = []  # requests, [B, 3] drafted/accepted/committed, confidence
+        # Requests, [B, 3] drafted/accepted/committed, and of the block its tokens and confidence (its distributions would fill the memory).
+        self.log: list[tuple[np.ndarray, np.ndarray, Tensor | None, Tensor | None]] = []
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.stopped = np.zeros(count, dtype=bool)
 
@@ -116,7 +117,7 @@ class _Batch:
         if self.settings.greedy:
             first = logits.argmax(-1)
         else:
-            first = sample(to_probs(logits, self.settings.temperature), self.streams.uniform(Draw.FINAL, 1)[:, 0])
+            first = sample(self.settings.probs(logits), self.streams.uniform(Draw.FINAL, 1)[:, 0])
         self.anchor = first
         self.output[:, 0] = first
         self.produced += 1
@@ -156,7 +157,8 @@ class _Batch:
         verified_at = self._now()
 
         accepted, kept, stopped = report[0], report[1], report[2].astype(bool)
-        self.log.append((requests, np.stack([drafted, accepted, kept], axis=1), None if block is None else block.confidence))
+        kept_of_block = (None, None) if block is None else (block.tokens, block.confidence)
+        self.log.append((requests, np.stack([drafted, accepted, kept], axis=1), *kept_of_block))
         self.remaining = self.remaining - kept
         stay = self._leave(stopped, stopped | (self.remaining == 0))
         closed_at = self._now()
@@ -171,13 +173,13 @@ class _Batch:
     def _propose(self, width: int) -> DraftBlock | None:
         if self.drafter is None or self.context is None or width == 0:
             return None
-        return propose(self.drafter, self.context, self.anchor, self.cache.lengths, width, self.settings.temperature, self.streams)
+        return propose(self.drafter, self.context, self.anchor, self.cache.lengths, width, self.settings, self.streams)
 
     def _verify(self, block: DraftBlock | None, counts: Tensor, logits: Tensor) -> Verdict:
         if self.settings.greedy:
             drafts = torch.empty(len(counts), 0, dtype=torch.int64, device=self.device) if block is None else block.tokens
             return verify_greedy(drafts, counts, logits.argmax(-1))
-        probs = to_probs(logits, self.settings.temperature)
+        probs = self.settings.probs(logits)
         final = self.streams.uniform(Draw.FINAL, 1)[:, 0]
         if block is None or block.probs is None:
             return Verdict(counts, sample(probs, final))
@@ -218,10 +220,13 @@ class _Batch:
     def _rounds(self) -> list[list[Round]]:
         """Sort the log by request."""
         rounds: list[list[Round]] = [[] for _ in self.prompts]
-        for requests, numbers, confidence in self.log:
-            values = [] if confidence is None else confidence.tolist()
+        for requests, numbers, tokens, confidence in self.log:
+            drafts = [] if tokens is None else tokens.tolist()
+            sure = [] if confidence is None else confidence.tolist()
             for slot, (request, (drafted, accepted, committed)) in enumerate(zip(requests.tolist(), numbers.tolist(), strict=True)):
-                rounds[request].append(Round(drafted, accepted, committed, tuple(values[slot][:drafted]) if values else ()))
+                certainty = tuple(sure[slot][:drafted]) if sure else ()
+                draft = tuple(drafts[slot][:drafted]) if drafts else ()
+                rounds[request].append(Round(drafted, accepted, committed, certainty, draft))
         return rounds
 
     def _now(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.sampling import Draw, RandomStreams, sample, to_probs
+from decoding.sampling import Draw, RandomStreams, sample
+from decoding.settings import SamplingSettings
 from drafters.backbone import ContextCache
 from drafters.drafter import Drafter
 from drafters.heads import SequentialHead
@@ -34,7 +35,7 @@ def propose(
     anchor_tokens: Tensor,
     anchor_positions: Tensor,
     width: int,
-    temperature: float,
+    settings: SamplingSettings,
     streams: RandomStreams,
 ) -> DraftBlock:
     """Draft `width` tokens after every request's anchor.
@@ -47,22 +48,22 @@ def propose(
         anchor_tokens: [B] int64, each request's last committed token.
         anchor_positions: [B] int64, its position.
         width: slots to draft, at most the drafter's block length.
-        temperature: 0 drafts the likeliest tokens.
+        settings: how tokens are drawn; at temperature 0 the likeliest ones are drafted.
         streams: random numbers of each request's present round.
     """
-    uniforms = streams.uniform(Draw.DRAFT, width) if temperature else None
+    uniforms = None if settings.greedy else streams.uniform(Draw.DRAFT, width)
     if drafter.config.chain:
         chain = drafter.begin_chain(cache, anchor_positions)
         tokens, probs = _choose_in_sequence(
-            lambda slot, previous: drafter.base_logits(chain.step(previous)), anchor_tokens, width, temperature, uniforms
+            lambda slot, previous: drafter.base_logits(chain.step(previous)), anchor_tokens, width, settings, uniforms
         )
         return DraftBlock(tokens, probs, None)
     hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions)[:, :width]
     logits = drafter.base_logits(hidden)
     if drafter.head is None:
-        tokens, probs = _choose(logits, temperature, uniforms)
+        tokens, probs = _choose(logits, settings, uniforms)
     else:
-        tokens, probs = _choose_in_sequence(_biased(drafter.head, hidden, logits), anchor_tokens, width, temperature, uniforms)
+        tokens, probs = _choose_in_sequence(_biased(drafter.head, hidden, logits), anchor_tokens, width, settings, uniforms)
     confidence = None
     if drafter.confidence is not None:
         previous = torch.cat([anchor_tokens[:, None], tokens[:, :-1]], dim=1)
@@ -70,11 +71,11 @@ def propose(
     return DraftBlock(tokens, probs, confidence)
 
 
-def _choose(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _choose(logits: Tensor, settings: SamplingSettings, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Choose one token per row of [..., V] logits, and say from which distribution (none where greedy)."""
     if uniforms is None:
         return logits.argmax(-1), None
-    probs = to_probs(logits, temperature)
+    probs = settings.probs(logits)
     return sample(probs, uniforms), probs
 
 
@@ -91,13 +92,13 @@ def _biased(head: SequentialHead, hidden: Tensor, logits: Tensor) -> Callable[[i
 
 
 def _choose_in_sequence(
-    logits_at: Callable[[int, Tensor], Tensor], anchor_tokens: Tensor, width: int, temperature: float, uniforms: Tensor | None
+    logits_at: Callable[[int, Tensor], Tensor], anchor_tokens: Tensor, width: int, settings: SamplingSettings, uniforms: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Choose slot by slot, each slot's logits from the token just chosen (the anchor for the first)."""
     tokens, probs, previous = [], [], anchor_tokens
     for slot in range(width):
         logits = logits_at(slot, previous)
-        previous, distribution = _choose(logits, temperature, None if uniforms is None else uniforms[:, slot])
+        previous, distribution = _choose(logits, settings, None if uniforms is None else uniforms[:, slot])
         tokens.append(previous)
         probs.append(distribution)
     return torch.stack(tokens, dim=1), None if uniforms is None else torch.stack([p for p in probs if p is not None], dim=1)

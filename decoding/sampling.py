@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 
-def to_probs(logits: Tensor, temperature: float) -> Tensor:
+def to_probs(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
     """Turn logits into the distribution that is sampled from.
 
     Args:
         logits: [..., V].
         temperature: 0 gives all mass to the first largest logit.
+        top_p, top_k: see `truncate`.
 
     Returns:
         [..., V] float32 (float64 for float64 logits).
@@ -20,7 +21,30 @@ def to_probs(logits: Tensor, temperature: float) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.softmax(logits / temperature, dim=-1)
+    return truncate(torch.softmax(logits / temperature, dim=-1), top_p, top_k)
+
+
+def truncate(probs: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Leave the likeliest tokens alone in a distribution, scaled to one again.
+
+    First the `top_k` likeliest stay (0: all), then of those the fewest likeliest that hold `top_p` of what is left. Of equally likely
+    tokens those with the lower id stay, so that exactly as many do as were asked for.
+
+    Args:
+        probs: [..., V], rows sum to one.
+        top_p: in (0, 1]; 1 keeps all.
+        top_k: 0 or more.
+    """
+    if top_p >= 1 and not top_k:
+        return probs
+    ordered, ids = torch.sort(probs, dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[..., top_k:] = 0
+    if top_p < 1:
+        ahead = ordered.cumsum(-1) - ordered  # the mass of the likelier ones: exactly 0 for the first, which therefore always stays
+        ordered = ordered.masked_fill(ahead >= top_p * ordered.sum(-1, keepdim=True), 0)
+    kept = torch.zeros_like(probs).scatter(-1, ids, ordered)
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from decoding.errors import DecodingError
+from decoding.sampling import to_probs
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,16 @@ class SamplingSettings:
         max_new_tokens: tokens to generate at most, the stop token included; respected exactly.
         stop_ids: token ids that end a request. The stop token itself is kept, nothing after it is.
         seed: with the request's id it determines every random draw of that request.
+        top_p, top_k: tokens that may be sampled, see `decoding.sampling.truncate`. Target and drafter are cut alike; what is committed has
+            exactly the target's distribution cut that way, since verification judges by the distributions that were sampled from.
     """
 
     temperature: float = 0.0
     max_new_tokens: int = 256
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -29,10 +36,16 @@ class SamplingSettings:
             )
         if self.max_new_tokens < 1:
             raise DecodingError(f"max_new_tokens={self.max_new_tokens} leaves nothing to generate. Use at least 1.")
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise DecodingError(f"top_p={self.top_p}, top_k={self.top_k}: give top_p in (0, 1], 1 for all; top_k at least 0, 0 for all.")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The distribution that is sampled from, for logits [..., V] of target or drafter."""
+        return to_probs(logits, self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,14 @@ class Round:
         committed: tokens added to the output: `accepted` plus the residual or bonus token, or exactly `accepted` where an
             accepted draft token was a stop token (then nothing after it counts, neither as a trial nor as a token).
         confidence: the drafter's c_k for each drafted token, float64 so that its logit can be recovered; empty without a confidence head.
+        draft: the drafted tokens themselves.
     """
 
     drafted: int
     accepted: int
     committed: int
     confidence: tuple[float, ...] = ()
+    draft: tuple[int, ...] = ()
 
     @property
     def stopped_in_draft(self) -> bool:

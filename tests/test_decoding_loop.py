@@ -2,13 +2,26 @@
 
 import pytest
 import torch
-from decoding_cases import FAMILIES, LAYERS, PROMPTS, VOCAB, ScriptedDrafter, chi_square_p, greedy_reference, tiny_drafter, tiny_model
+from decoding_cases import (
+    DRAFTERS,
+    FAMILIES,
+    LAYERS,
+    PROMPTS,
+    VOCAB,
+    ScriptedDrafter,
+    chi_square_p,
+    greedy_reference,
+    tiny_drafter,
+    tiny_model,
+)
 from torch.testing import assert_close
 
 from decoding.errors import DecodingError
 from decoding.loop import speculative_decode
+from decoding.sampling import sample
 from decoding.settings import SamplingSettings
 from decoding.target import TransformersTarget
+from decoding.verify import Verdict, verify_sampled
 
 NEW = 17
 STOPS = [8, 38, 44, 51, 41]  # token ids
@@ -151,32 +164,88 @@ def test_a_request_draws_the_same_tokens_in_any_batch(drafted):
     assert settings.seed == 11
 
 
-@pytest.mark.parametrize(
-    ("kind", "rollouts"), [("plain", 30_000), ("markov", 100_000), ("eagle3", 30_000), ("eagle3 small", 30_000), ("mtp1", 30_000)]
-)
-def test_sampled_sequences_have_the_targets_distribution(kind, rollouts):
-    """Rollouts of the whole loop on a vocabulary of 4 against the exact joint distribution of 4 tokens."""
+def rollouts_of(kind, rollouts, top_p=1.0, top_k=0):
+    """Rollouts of the whole loop on a vocabulary of 4, and the exact joint distribution of 4 tokens.
+
+    Returns:
+        generations, how often each text came, the probability of each.
+    """
     vocab, new, temperature = 4, 4, 1.5
     model = tiny_model("llama", vocab)
     drafter = None if kind == "plain" else tiny_drafter("llama", kind, block_length=2, vocab=vocab)
     target = TransformersTarget.for_drafter(model, LAYERS, drafter.config) if drafter else TransformersTarget(model, LAYERS)
-    settings = SamplingSettings(temperature=temperature, max_new_tokens=new, seed=3)
+    settings = SamplingSettings(temperature=temperature, max_new_tokens=new, seed=3, top_p=top_p, top_k=top_k)
     generations = speculative_decode(target, drafter, [[1]] * rollouts, settings, batch_size=10_000)
     tokens = torch.tensor([g.tokens for g in generations])
     observed = torch.bincount((tokens * vocab ** torch.arange(new - 1, -1, -1)).sum(1), minlength=vocab**new)
 
     paths = torch.cartesian_prod(*[torch.arange(vocab)] * new)
     with torch.inference_mode():
-        logits = model(input_ids=torch.cat([torch.ones(len(paths), 1, dtype=torch.int64), paths], dim=1)).logits
-    steps = torch.log_softmax(logits[:, :-1] / temperature, dim=-1).gather(2, paths[..., None]).squeeze(2)
+        logits = model(input_ids=torch.cat([torch.ones(len(paths), 1, dtype=torch.int64), paths], dim=1)).logits[:, :-1]
+    logits = logits / temperature  # no longer an inference tensor: it may be written to
+    for rows in logits:
+        for row in rows:
+            order = sorted(range(vocab), key=lambda i: -float(row[i]))
+            kept = order[: top_k or vocab]
+            mass = torch.softmax(row[kept], dim=0)
+            while len(kept) > 1 and float(mass[: len(kept) - 1].sum()) >= top_p:  # without its last one it still holds enough
+                kept = kept[:-1]
+            row[[i for i in range(vocab) if i not in kept]] = float("-inf")
+    steps = torch.log_softmax(logits, dim=-1).gather(2, paths[..., None]).squeeze(2)
     exact = steps.sum(1).exp()
     assert float(exact.sum()) == pytest.approx(1, abs=1e-6)
-    assert chi_square_p(observed, exact) > 1e-3
+    return generations, observed, exact
+
+
+CUT = [(1.0, 0), (0.7, 3)]
+EVERY = ["plain", *DRAFTERS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_p", "top_k"),
+    [("plain", 1.0, 0), ("markov", 1.0, 0), ("eagle3", 1.0, 0), ("eagle3 small", 1.0, 0), ("mtp1", 1.0, 0), ("markov", 0.7, 3)],
+)
+def test_sampled_sequences_have_the_targets_distribution(kind, top_p, top_k):
+    check_distribution(kind, 30_000, top_p, top_k)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("top_p", "top_k"), CUT)
+@pytest.mark.parametrize("kind", EVERY)
+def test_many_sampled_sequences_have_the_targets_distribution(kind, top_p, top_k, record_property):
+    record_property("p_value", check_distribution(kind, 120_000, top_p, top_k))
+
+
+def check_distribution(kind, rollouts, top_p, top_k):
+    """The p-value of the chi-square test, which must not be small."""
+    generations, observed, exact = rollouts_of(kind, rollouts, top_p, top_k)
+    p_value = chi_square_p(observed, exact)
+    assert p_value > 1e-3
     assert chi_square_p(observed, 0.9 * exact + 0.1 / len(exact)) < 1e-6  # the test would have seen a small error
-    if drafter is not None:
-        block = drafter.config.block_length
+    if kind != "plain":
+        block = max(r.drafted for g in generations for r in g.rounds)  # an MTP-1 drafter has one slot
         accepted = {r.accepted for g in generations for r in g.rounds if r.drafted == block}
-        assert accepted == set(range(block + 1))
+        assert accepted >= (set(range(block + 1)) if (top_p, top_k) == (1.0, 0) else {0, 1})
+    print(f"{kind}, top_p {top_p}, top_k {top_k}: {rollouts} rollouts, p = {p_value:.3g}")
+    return p_value
+
+
+def accept_too_often(tokens, counts, draft, target, accept, final):
+    """Wrong: passes a token a little more often than it may."""
+    return verify_sampled(tokens, counts, draft, target, 0.8 * accept, final)
+
+
+def target_as_residual(tokens, counts, draft, target, accept, final):
+    """Wrong: after a rejection draws from the target's own distribution."""
+    accepted = verify_sampled(tokens, counts, draft, target, accept, final).accepted
+    return Verdict(accepted, sample(target[(counts + 1).cumsum(0) - counts - 1 + accepted], final))
+
+
+@pytest.mark.parametrize("wrong", [accept_too_often, target_as_residual])
+def test_a_wrong_verifier_in_the_loop_is_caught(wrong, monkeypatch):
+    monkeypatch.setattr("decoding.loop.verify_sampled", wrong)
+    _, observed, exact = rollouts_of("markov", 30_000)
+    assert chi_square_p(observed, exact) < 1e-6
 
 
 def test_seconds_add_up():
@@ -202,7 +271,9 @@ def test_prompts_that_cannot_be_decoded_are_refused(prompts, settings, message):
         speculative_decode(target, None, prompts, SamplingSettings(**settings))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}]
+)
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(DecodingError):
         SamplingSettings(**wrong)

@@ -139,7 +139,7 @@ def test_each_slot_knows_the_token_just_chosen(head, temperature):
     tokens = torch.tensor([9, 2, 44])
     hidden = drafter.block_hidden(cache, tokens, anchors)
     for seed in range(5):
-        block = propose(drafter, cache, tokens, anchors, 3, temperature, RandomStreams(seed, range(3)))
+        block = propose(drafter, cache, tokens, anchors, 3, SamplingSettings(temperature), RandomStreams(seed, range(3)))
         previous = torch.cat([tokens[:, None], block.tokens[:, :-1]], dim=1)
         logits = naive_logits(drafter, hidden[:, :3], previous)
         assert_close(block.confidence, torch.sigmoid(drafter.confidence_logit(hidden[:, :3], previous)).detach())
@@ -158,7 +158,7 @@ def test_drafted_blocks_follow_the_chain_of_the_head():
         features = torch.randn(1, 1, len(LAYERS) * 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         anchor, position = torch.full((rollouts,), 2), torch.ones(rollouts, dtype=torch.int64)
         drafter.extend_context(cache, features.expand(rollouts, -1, -1), position)
-        tokens = propose(drafter, cache, anchor, position, 3, 1.0, RandomStreams(0, range(rollouts))).tokens
+        tokens = propose(drafter, cache, anchor, position, 3, SamplingSettings(1.0), RandomStreams(0, range(rollouts))).tokens
         paths = torch.cartesian_prod(*[torch.arange(vocab)] * 3)
         previous = torch.cat([torch.full((len(paths), 1), 2), paths[:, :-1]], dim=1)
         hidden = drafter.block_hidden(cache, anchor, position)[:1].expand(len(paths), -1, -1)
@@ -171,7 +171,7 @@ def test_drafted_blocks_follow_the_chain_of_the_head():
 def test_a_request_draws_the_same_tokens_in_any_batch(kind):
     drafter = tiny_drafter("gemma3", kind)
     target = TransformersTarget.for_drafter(tiny_model("gemma3"), LAYERS, drafter.config)
-    settings = SamplingSettings(temperature=0.8, max_new_tokens=NEW, stop_ids=(3,), seed=5)
+    settings = SamplingSettings(temperature=0.8, max_new_tokens=NEW, stop_ids=(3,), seed=5, top_p=0.9, top_k=30)
     whole = speculative_decode(target, drafter, PROMPTS, settings)
     for batch_size in (1, 2):
         assert [g.tokens for g in speculative_decode(target, drafter, PROMPTS, settings, batch_size=batch_size)] == [
@@ -193,7 +193,7 @@ def test_drafted_chains_follow_their_own_tokens(kind):
         anchor, position = torch.full((rollouts,), 2), torch.full((rollouts,), 2)
         text = torch.tensor([[3, 1]]).expand(rollouts, -1)
         drafter.extend_context(cache, features.expand(rollouts, -1, -1), position, text)
-        block = propose(drafter, cache, anchor, position, width, 1.0, RandomStreams(0, range(rollouts)))
+        block = propose(drafter, cache, anchor, position, width, SamplingSettings(1.0), RandomStreams(0, range(rollouts)))
         paths = torch.cartesian_prod(*[torch.arange(vocab)] * width).view(-1, width)
         small = drafter.new_cache(len(paths), 2)
         drafter.extend_context(small, features.expand(len(paths), -1, -1), position[: len(paths)], text[: len(paths)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from decoding_cases import chi_square_p
 from torch.testing import assert_close
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from decoding.sampling import Draw, RandomStreams, sample, to_probs
 
@@ -61,3 +62,19 @@ def test_a_request_keeps_its_numbers_in_another_batch_and_after_others_left():
     many.next_round()
     assert one.uniform(Draw.ACCEPT, 2)[0].tolist() == many.uniform(Draw.ACCEPT, 2)[1].tolist()
     assert RandomStreams(4, [42]).uniform(Draw.DRAFT, 4).tolist() != RandomStreams(3, [42]).uniform(Draw.DRAFT, 4).tolist()
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 0), (0.9, 0), (1.0, 3), (0.8, 5), (0.01, 0), (1.0, 100)])
+def test_truncation_is_that_of_hugging_face(top_p, top_k):
+    logits = torch.randn(50, 17, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores = TemperatureLogitsWarper(0.7)(None, logits)
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    assert_close(to_probs(logits, 0.7, top_p, top_k), torch.softmax(scores, dim=-1))
+
+
+def test_of_equal_tokens_the_lower_ids_stay():
+    even = torch.zeros(2, 6, dtype=torch.float64)
+    assert to_probs(even, 1.0, top_k=2)[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
+    assert to_probs(even, 1.0, top_p=0.5)[1].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0, 0])
+    assert to_probs(even, 1.0, top_p=1.0, top_k=0)[0].tolist() == pytest.approx([1 / 6] * 6)
