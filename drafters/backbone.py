@@ -15,7 +15,7 @@ from drafters.attention import BlockAttention, Slots, joint_attention, plan_atte
 from drafters.batch import TrainBatch
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
-from drafters.norm import RMSNorm
+from drafters.norm import RMSNorm, rms_norm
 from drafters.precision import Linear
 from drafters.target_head import TargetHead
 
@@ -23,10 +23,12 @@ from drafters.target_head import TargetHead
 class Rotary:
     """Rotary positions, the two halves of a head rotated against each other (the Llama convention)."""
 
-    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
+    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, share: float = 1.0) -> None:
         # Frequencies in float64: at position 100,000 float32 angles are off by some 0.01.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-        angles = positions[..., None].double() * theta**-exponents
+        frequencies = theta**-exponents
+        frequencies[int(share * head_dim // 2) :] = 0  # the pairs beyond that share do not turn
+        angles = positions[..., None].double() * frequencies
         self.cos, self.sin = angles.cos().to(dtype)[..., None, :], angles.sin().to(dtype)[..., None, :]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class ContextCache:
 
 def rotary_of(config: DrafterConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
     """The drafter's rotary positions [...]."""
-    return Rotary(positions, config.head_dim, config.rope_theta, dtype)
+    return Rotary(positions, config.head_dim, config.rope_theta, dtype, config.rotary_share)
 
 
 class Attention(nn.Module):
@@ -107,17 +109,20 @@ class Attention(nn.Module):
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(inputs, width, bf16=bf16, dtype=dtype)
         self.k_proj = Linear(inputs, kv_width, bf16=bf16, dtype=dtype)
-        self.v_proj = Linear(inputs, kv_width, bf16=bf16, dtype=dtype)
+        self.v_proj = None if config.shared_key_value else Linear(inputs, kv_width, bf16=bf16, dtype=dtype)
         self.o_proj = Linear(width, config.hidden_size, bf16=bf16, dtype=dtype)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else nn.Identity()
+        self.gemma4, self.eps = config.layer_style == "gemma4", config.rms_norm_eps
 
     def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
-        return rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))))
+        q = rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))))
+        return q * self.head_dim**0.5 if self.gemma4 else q  # attention divides by it
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        k = rotary(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))))
-        return k, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        keys = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        values = keys if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotary(self.k_norm(keys)), rms_norm(values, values.new_ones(()), self.eps) if self.gemma4 else values
 
 
 class MLP(nn.Module):
@@ -135,22 +140,42 @@ class MLP(nn.Module):
         return self.down_proj((F.gelu(gate, approximate="tanh") if self.tanh else F.silu(gate)) * self.up_proj(x))
 
 
-class DraftLayer(nn.Module):
-    """Pre-norm transformer layer over block slots; the context enters as keys and values only and does not pass the input norm."""
+class Layer(nn.Module):
+    """What every layer does with its attention's output: residual stream, norms, feed-forward."""
+
+    def add_end(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
+        """Make the parts; called last, so that a layer's parts are initialised in the order in which they are used."""
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, bf16, dtype)
+        self.gemma4 = config.layer_style == "gemma4"
+        if self.gemma4:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+            self.layer_scalar = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
+
+    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream before attention and attention's output, [..., H] each -> the layer's output."""
+        if not self.gemma4:
+            x = x + attended
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(attended)
+        return (x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))) * self.layer_scalar
+
+
+class DraftLayer(Layer):
+    """Transformer layer over block slots; the context enters as keys and values only and does not pass the input norm."""
 
     def __init__(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.self_attn = Attention(config, config.hidden_size, bf16, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, bf16, dtype)
+        self.add_end(config, bf16, dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, context_k: Tensor, context_v: Tensor, attend: BlockAttention) -> Tensor:
         normed = self.input_layernorm(x)
         block_k, block_v = self.self_attn.keys_values(normed, rotary)
         mixed = attend(self.self_attn.queries(normed, rotary), context_k, context_v, block_k, block_v)
-        x = x + self.self_attn.o_proj(mixed.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.end(x, self.self_attn.o_proj(mixed.flatten(-2)))
 
 
 class Backbone(nn.Module):

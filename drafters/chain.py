@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.attention import BlockAttention, Slots, joint_attention, plan_attention, visible_context
-from drafters.backbone import MLP, Attention, ContextCache, Rotary, init_linears, rotary_of
+from drafters.backbone import Attention, ContextCache, Layer, Rotary, init_linears, rotary_of
 from drafters.batch import TrainBatch
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
@@ -23,14 +23,13 @@ from drafters.precision import Linear
 from drafters.target_head import TargetHead
 
 
-class ChainLayer(nn.Module):
+class ChainLayer(Layer):
     """Transformer layer whose attention reads `inner`, which need not be the normed residual stream."""
 
     def __init__(self, config: DrafterConfig, inputs: int, bf16: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.self_attn = Attention(config, inputs, bf16, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, bf16, dtype)
+        self.add_end(config, bf16, dtype)
 
     def forward(
         self,
@@ -50,8 +49,7 @@ class ChainLayer(nn.Module):
         if earlier is not None:
             k, v = torch.cat([earlier[0], k], dim=1), torch.cat([earlier[1], v], dim=1)
         mixed = attend(self.self_attn.queries(inner, rotary)[:, None], *context, k, v)
-        x = x + self.self_attn.o_proj(mixed.flatten(1))
-        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+        return self.end(x, self.self_attn.o_proj(mixed.flatten(1))), (k, v)
 
 
 class ChainRun:

@@ -12,6 +12,8 @@ from drafters.family import family_of, text_config
 
 LAYOUTS = ("dspark", "zlab", "chain")
 HEADS = ("none", "markov", "gated", "rnn")
+LAYER_STYLES = ("plain", "gemma4")
+_FOREIGN = {"layer_style": "plain", "shared_key_value": False, "rotary_share": 1.0}
 ACTIVATIONS = ("silu", "gelu_tanh")
 _COUNTS = (
     "hidden_size",
@@ -73,6 +75,10 @@ class DrafterConfig:
         confidence, confidence_markov: the confidence head, and whether it sees the previous token's W1 row besides h.
         window: a slot at position q attends to context positions p with q - p < window; None: to all before the anchor.
         draft_vocabulary: eagle3: target ids that may be drafted, ascending; None: all of them.
+        layer_style: "plain" (pre-norm, as in Llama and Qwen3) or "gemma4" (norms before and after attention and feed-forward, values
+            normed, attention scores not divided by the root of head_dim, a factor on each layer's output).
+        shared_key_value: gemma4: values are the key projection's output, before its norm.
+        rotary_share: part of each head that has rotary positions; the rest of its pairs stay as they are.
     """
 
     algorithm: str
@@ -97,6 +103,9 @@ class DrafterConfig:
     activation: str
     window: int | None = None
     draft_vocabulary: tuple[int, ...] | None = None
+    layer_style: str = "plain"
+    shared_key_value: bool = False
+    rotary_share: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.draft_vocabulary, list):  # as JSON has it
@@ -125,13 +134,14 @@ class DrafterConfig:
 
     def _problems(self) -> list[str]:
         found = []
-        for name, known in (("algorithm", ALGORITHMS), ("layout", LAYOUTS), ("head", HEADS), ("activation", ACTIVATIONS)):
+        choices = {"algorithm": ALGORITHMS, "layout": LAYOUTS, "head": HEADS, "activation": ACTIVATIONS, "layer_style": LAYER_STYLES}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 found.append(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}")
         for name in _COUNTS:
             if not _is_count(getattr(self, name)):
                 found.append(f"{name} is {getattr(self, name)!r}, expected a positive integer")
-        for name in ("confidence", "confidence_markov", "qk_norm"):
+        for name in ("confidence", "confidence_markov", "qk_norm", "shared_key_value"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"{name} is {getattr(self, name)!r}, expected true or false")
         for name in ("rms_norm_eps", "rope_theta"):
@@ -152,6 +162,12 @@ class DrafterConfig:
             found.append("confidence_markov is set without confidence")
         if self.confidence_markov and self.head == "none":
             found.append("confidence_markov needs the W1 of a sequential head, but head is 'none'")
+        if self.shared_key_value and self.layer_style != "gemma4":
+            found.append("shared_key_value belongs to layer_style 'gemma4'")
+        if self.layer_style == "gemma4" and not self.qk_norm:
+            found.append("layer_style 'gemma4' needs qk_norm: its attention scores are not scaled otherwise")
+        if isinstance(self.rotary_share, bool) or not isinstance(self.rotary_share, int | float) or not 0 < self.rotary_share <= 1:
+            found.append(f"rotary_share is {self.rotary_share!r}, expected a number in (0, 1]")
         if self.algorithm in ALGORITHMS:
             found += self._algorithm_problems(ALGORITHMS[self.algorithm])
         if self.window is not None and not _is_count(self.window):
@@ -178,8 +194,9 @@ class DrafterConfig:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, for JSON; what only other projects' checkpoints change is left out while it has its default."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if _FOREIGN.get(name, ...) != value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
@@ -240,9 +257,13 @@ def config_from_target(model_config: Mapping[str, Any], captured_layers: int, **
     return DrafterConfig.from_dict({**values, **options})
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the target's (global) rotary positions: a plain field before transformers 5, nested by layer type in Gemma."""
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's (global) rotary positions: plain fields before transformers 5, nested by layer type in Gemma."""
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return {"rope_theta": config.get("rope_theta"), **rope}
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    theta = rope_parameters(config)["rope_theta"]
     return 10000.0 if theta is None else float(theta)

@@ -35,7 +35,7 @@ class TargetFamily:
 _PLAIN = {"llama", "mistral", "qwen2", "qwen2_moe", "smollm3"}
 _PLAIN_QK = {"qwen3", "qwen3_moe"}
 _GEMMA_PLUS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text"}
-_GEMMA_PLAIN_NORM = {"gemma4", "gemma4_text"}
+_GEMMA_PLAIN_NORM = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
 KNOWN_MODEL_TYPES = tuple(sorted(_PLAIN | _PLAIN_QK | _GEMMA_PLUS_ONE | _GEMMA_PLAIN_NORM | {"granite"}))
 
 

@@ -140,6 +140,25 @@ def load_drafter(store: ObjectStore) -> DrafterFiles:
     return DrafterFiles(_tensors(parts["model.safetensors"], store.url("model.safetensors")), config, contract, layout)
 
 
+def load_weights(store: ObjectStore) -> dict[str, Tensor]:
+    """All tensors of a model folder: those of model.safetensors, or of the files that model.safetensors.index.json names.
+
+    Raises:
+        StorageError: there is neither, or a file is missing or damaged.
+    """
+    index = "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if store.exists(index):
+        names = sorted(set(map(str, dict(_parse(store.get(index), store.url(index)).get("weight_map", {})).values())))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            tensors.update(_tensors(store.get(name), store.url(name)))
+        except FileNotFoundError:
+            raise StorageError(f"{store.settings.root} has no {name}: it is no checkpoint in safetensors, or incomplete") from None
+    return tensors
+
+
 def _load_folder(store: ObjectStore, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     listing = _unseal(store, f"{folder}/{_INDEX}")["files"]
     documents: dict[str, Any] = {}
