@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from pipelines import comparison_figures as comparison
 from pipelines import figures
 from pipelines.figures import duration
 from pipelines.poster import poster
@@ -20,6 +21,7 @@ from pipelines.report_data import (
     Estimate,
     EvaluationReport,
     Facts,
+    HeadCost,
     Origin,
     Ratio,
     ReportError,
@@ -33,6 +35,7 @@ from pipelines.report_data import (
     token_pieces,
     training_points,
 )
+from pipelines.tables import comparison_tables
 
 __all__ = [
     "Acceptance",
@@ -40,6 +43,7 @@ __all__ = [
     "Estimate",
     "EvaluationReport",
     "Facts",
+    "HeadCost",
     "Ratio",
     "ReportError",
     "SampleRound",
@@ -49,6 +53,7 @@ __all__ = [
     "Timing",
     "TrainingPoint",
     "bootstrap_tau",
+    "comparisons",
     "render_html",
     "token_pieces",
     "training_points",
@@ -123,10 +128,12 @@ def render_html(report: EvaluationReport) -> str:
             lede=_lede(report),
             tiles=_tiles(report),
             origins=[origin for origin in ORIGINS if origin.name in present],
+            has_rejected=any(round_.rejected for sample in report.samples for round_ in sample.rounds),
             figures=_inline_figures(report),
             depth=max((len(entry.conditional) for entry in report.acceptance), default=0),
             has_domain_ratio=any(domain.wall_clock_ratio is not None for domain in report.domains),
             decoding_time=_decoding_time(report.timing),
+            tables=comparison_tables(report),
             facts=_facts(report),
         )
     )
@@ -137,7 +144,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("pipelines"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals.update(describe=_describe, visible=_visible, percent=_percent, times=_times)
+    environment.globals.update(describe=_describe, refused=_refused, visible=_visible, percent=_percent, times=_times)
     return environment
 
 
@@ -146,6 +153,8 @@ def _figures(report: EvaluationReport) -> dict[str, figures.Figure]:
     if report.domains:
         drawn["tau_by_domain"] = figures.tau_figure(report.domains)
         drawn["acceptance_by_domain"] = figures.acceptance_figure([domain.acceptance for domain in report.domains])
+    for part in comparisons(report):
+        drawn[part.name] = part.draw()
     if report.training:
         drawn["training"] = figures.training_figure(report.training)
     if report.stages:
@@ -153,12 +162,50 @@ def _figures(report: EvaluationReport) -> dict[str, figures.Figure]:
     return drawn
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A figure that compares drafters, or what a drafter lets through."""
+
+    name: str
+    title: str
+    about: str
+    draw: Callable[[], figures.Figure]
+
+
+def comparisons(report: EvaluationReport) -> list[Comparison]:
+    """Those that this report has the data for."""
+    results, drafting = report.drafters, comparison.drafting(report.drafters)
+    found = []
+    if drafting and (len(drafting) > 1 or len(drafting[0].benchmarks) > 1):
+        about = "Pooled over rounds; bars are 95 % intervals over requests."
+        found.append(Comparison("benchmarks", "Accepted length by benchmark", about, partial(comparison.benchmark_figure, results)))
+    if len(drafting) > 1:
+        about = "Accepted given all before were, by draft position."
+        draw = partial(comparison.domain_acceptance_figure, results)
+        found.append(Comparison("drafters_by_domain", "Acceptance by domain", about, draw))
+    if comparison.has_depths(results):
+        about = "Macro average over benchmarks, 95 % intervals."
+        found.append(Comparison("depth", "Accepted length and depth", about, partial(comparison.depth_figure, results)))
+    if comparison.has_block_lengths(results):
+        about = "Macro average over benchmarks, 95 % intervals; the cost is measured apart, at the stated batch."
+        draw = partial(comparison.block_figure, results, report.head_costs)
+        found.append(Comparison("block_length", "Accepted length and block length", about, draw))
+    if report.sweeps:
+        about = "Drafts cut before the first slot below the threshold, replayed on rounds in which whole blocks were verified."
+        found.append(Comparison("thresholds", "Confidence threshold", about, partial(comparison.threshold_figure, report.sweeps)))
+    return found
+
+
 def _inline_figures(report: EvaluationReport) -> dict[str, object]:
     acceptance = []
     for kind, title in figures.KIND_TITLES.items():
         svg = figures.to_svg(figures.acceptance_figure(report.acceptance, (kind,)), f"acceptance-{kind}", f"{title}, by draft position")
         acceptance.append({"title": title, "svg": svg})
-    drawn: dict[str, object] = {"acceptance": acceptance, "domains": "", "training": "", "stages": ""}
+    compared = [
+        {"title": part.title, "about": part.about, "svg": figures.to_svg(part.draw(), f"compared-{part.name}", part.title)}
+        for part in comparisons(report)
+    ]
+    drawn: dict[str, object] = {"acceptance": acceptance, "compared": compared, "domains": "", "training": "", "stages": ""}
     if report.domains:
         drawn["domains"] = figures.to_svg(figures.tau_figure(report.domains), "domains-tau", "Accepted length by domain")
     if report.training:
@@ -176,7 +223,7 @@ def _lede(report: EvaluationReport) -> str:
     if ratio is not None:
         word = "faster" if ratio >= 1 else "slower"
         text += f", and the same text comes {max(ratio, 1 / ratio):.2f} times {word} than by plain decoding"
-    return f"{text}. {report.prompts:,} held-out prompts, {report.tokens:,} tokens, temperature {report.settings.temperature:g}."
+    return f"{text}. {report.prompts:,} {report.prompts_are}, {report.tokens:,} tokens, temperature {report.settings.temperature:g}."
 
 
 def _tiles(report: EvaluationReport) -> list[Tile]:
@@ -187,6 +234,9 @@ def _tiles(report: EvaluationReport) -> list[Tile]:
         Tile("τ per request", f"{report.tau_per_request.value:.2f}", f"mean{_interval(report.tau_per_request)}"),
         Tile("wall clock", _times(timing.ratio), "against plain decoding"),
     ]
+    if report.drafters and len(report.drafters[0].benchmarks) > 1:
+        macro = report.drafters[0].tau_macro
+        tiles.insert(1, Tile("τ macro", f"{macro.value:.2f}", f"mean over benchmarks{_interval(macro)}"))
     if first:
         tiles.append(Tile("first draft token", _percent(first), "accepted by the target"))
     tiles.append(Tile("prompts", f"{report.prompts:,}", f"{report.tokens:,} tokens in {report.rounds:,} rounds"))
@@ -224,6 +274,8 @@ def _decoding_time(timing: Timing) -> list[tuple[str, str]]:
         rows.append(("of it drafting", f"{duration(timing.draft_seconds)} ({timing.draft_seconds / timing.drafted_seconds:.0%})"))
     if timing.verify_seconds is not None:
         rows.append(("of it verifying", f"{duration(timing.verify_seconds)} ({timing.verify_seconds / timing.drafted_seconds:.0%})"))
+    if timing.other_share is not None:
+        rows.append(("of it outside the models", f"{timing.other_share:.1%}"))
     return rows
 
 
@@ -237,6 +289,13 @@ def _describe(round_: SampleRound, number: int, slot: int) -> str:
     if origin == "accepted" and round_.confidence:
         text += f" · confidence {round_.confidence[slot]:.2f}"
     return text
+
+
+def _refused(round_: SampleRound, number: int) -> str:
+    """The line a reader gets for a rejected draft token, with those that fell with it."""
+    rest = "".join(round_.rejected[1:])
+    text = f"round {number} · draft token {round_.accepted + 1} of {round_.drafted}, rejected by the target"
+    return f"{text} · with it fell “{rest}”" if rest else text
 
 
 def _visible(token: str) -> str:

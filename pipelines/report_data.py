@@ -124,12 +124,16 @@ class StageTime:
 
 @dataclass(frozen=True)
 class SampleRound:
-    """One verification round of a sample text: what was drafted, how much of it stood, and the texts of the tokens committed."""
+    """One verification round of a sample text: what was drafted, how much of it stood, and the texts of the tokens committed.
+
+    `rejected` are the texts of the drafted tokens that did not stand: the first was refused, those after it fell with it.
+    """
 
     drafted: int
     accepted: int
     tokens: tuple[str, ...]
     confidence: tuple[float, ...] = ()
+    rejected: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.accepted <= self.drafted:
@@ -138,6 +142,8 @@ class SampleRound:
             raise ReportError(f"a round that accepted {self.accepted} commits at most {self.accepted + 1} tokens, not {len(self.tokens)}")
         if self.confidence and len(self.confidence) != self.drafted:
             raise ReportError(f"{len(self.confidence)} confidences for {self.drafted} drafted tokens")
+        if len(self.rejected) > self.drafted - self.accepted:
+            raise ReportError(f"{len(self.rejected)} tokens cannot be rejected where {self.accepted} of {self.drafted} were accepted")
 
     def origins(self) -> tuple[Origin, ...]:
         """Where each committed token comes from; the last one is the target's own unless the text ended before it."""
@@ -164,14 +170,21 @@ class SampleText:
         return {"target", *(origin for round_ in self.rounds for origin in round_.origins())}
 
     @classmethod
-    def from_rounds(cls, domain: str, prompt: str, pieces: Sequence[str], rounds: Iterable[Round]) -> SampleText:
+    def from_rounds(
+        cls, domain: str, prompt: str, pieces: Sequence[str], rounds: Iterable[Round], word: Callable[[int], str] | None = None
+    ) -> SampleText:
         """Cut an answer's token texts (see `token_pieces`) into the rounds that decoding recorded for it.
+
+        `word` gives the text of a single token, for those that were rejected; None leaves them out.
 
         Raises ReportError where the rounds do not commit all tokens but the first.
         """
         cut, at = [], 1
         for round_ in rounds:
-            cut.append(SampleRound(round_.drafted, round_.accepted, tuple(pieces[at : at + round_.committed]), tuple(round_.confidence)))
+            refused = () if round_.stopped_in_draft else round_.draft[round_.accepted :]
+            rejected = tuple(word(token) for token in refused) if word else ()
+            tokens = tuple(pieces[at : at + round_.committed])
+            cut.append(SampleRound(round_.drafted, round_.accepted, tokens, tuple(round_.confidence), rejected))
             at += round_.committed
         if at != len(pieces):
             raise ReportError(f"one first token and the rounds make {at} tokens, the text has {len(pieces)}")
@@ -180,7 +193,10 @@ class SampleText:
 
 @dataclass(frozen=True)
 class Timing:
-    """Wall clock of the same prompts decoded plainly and with the drafter; seconds, and tokens produced in them."""
+    """Wall clock of the same prompts decoded plainly and with the drafter; seconds, and tokens produced in them.
+
+    `draft_seconds`, `verify_seconds` and `prefill_seconds` are parts of the drafted time.
+    """
 
     plain_seconds: float
     plain_tokens: int
@@ -188,6 +204,7 @@ class Timing:
     drafted_tokens: int
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+    prefill_seconds: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -195,6 +212,99 @@ class Timing:
         if min(self.plain_seconds, self.plain_tokens, self.drafted_seconds, self.drafted_tokens) <= 0:
             return None
         return (self.drafted_tokens / self.drafted_seconds) / (self.plain_tokens / self.plain_seconds)
+
+    @property
+    def other_share(self) -> float | None:
+        """Share of the drafted time outside the prompt, drafting and verification: bookkeeping. None where a part was not measured."""
+        parts = (self.draft_seconds, self.verify_seconds, self.prefill_seconds)
+        if None in parts or self.drafted_seconds <= 0:
+            return None
+        return 1 - sum(part for part in parts if part is not None) / self.drafted_seconds
+
+
+@dataclass(frozen=True)
+class Score:
+    """One drafter on some prompts: a benchmark, or a domain."""
+
+    name: str
+    domain: str
+    prompts: int
+    tokens: int
+    rounds: int
+    tau_pooled: Estimate
+    tau_per_request: Estimate
+    acceptance: Acceptance
+    verify_rate: Ratio
+    verify_waste: Ratio
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class DrafterResult:
+    """One of the drafters compared, on each benchmark and domain.
+
+    Attributes:
+        kind: algorithm and head; drafters of one kind make one line of a figure.
+        layers, block_length: 0 for plain decoding.
+        tau_macro: mean over benchmarks of the pooled accepted length.
+    """
+
+    name: str
+    kind: str
+    layers: int
+    block_length: int
+    benchmarks: tuple[Score, ...]
+    domains: tuple[Score, ...]
+    tau_macro: Estimate
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much `drafter` surpasses `over` in macro accepted length, as a share: 0.1 is 10 % longer."""
+
+    drafter: str
+    over: str
+    value: Estimate
+
+
+@dataclass(frozen=True)
+class ThresholdPoint:
+    """Draft tokens that a confidence threshold lets through in `rounds` rounds, by what verification says of them."""
+
+    threshold: float
+    rounds: int
+    accepted: int
+    rejected: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted of what was let through, NaN where nothing was."""
+        return Ratio(self.accepted, self.accepted + self.rejected).value
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Thresholds from low to high, on the prompts of one domain."""
+
+    label: str
+    points: tuple[ThresholdPoint, ...]
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """Seconds of one round of a drafter, averaged over context lengths, without its sequential head and with it."""
+
+    drafter: str
+    batch: int
+    contexts: tuple[int, ...]
+    base_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+    @property
+    def overhead(self) -> float:
+        """How much longer the head makes a round, as a share of the round without it."""
+        return (self.draft_seconds - self.base_seconds) / (self.base_seconds + self.verify_seconds)
 
 
 @dataclass(frozen=True)
@@ -225,7 +335,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """One drafter evaluated on one target. The first entry of `acceptance` is that drafter; more are drawn beside it."""
+    """One drafter evaluated on one target. The first entry of `acceptance` is that drafter; more are drawn beside it.
+
+    `drafters` holds all of them, benchmark by benchmark, in the same order; `gains` and `sweeps` are the first one's.
+    """
 
     title: str
     settings: Settings
@@ -242,6 +355,11 @@ class EvaluationReport:
     stages: tuple[StageTime, ...] = ()
     samples: tuple[SampleText, ...] = ()
     notes: tuple[str, ...] = ()
+    prompts_are: str = "held-out prompts"
+    drafters: tuple[DrafterResult, ...] = ()
+    gains: tuple[Gain, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
+    head_costs: tuple[HeadCost, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data."""

@@ -1,0 +1,200 @@
+"""Figures that compare drafters: acceptance by domain (the paper's Figure 2), accepted length by benchmark, against depth (Figure 3) and
+against block length with the sequential head's cost (Figure 4), and a sweep of the confidence threshold (Figure 5).
+
+Each takes data and gives a matplotlib Figure, in the style of `pipelines.figures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from pipelines.figures import INK, MARKERS, MUTED, SERIES, draw_acceptance, styled
+from pipelines.report_data import Acceptance, DrafterResult, Estimate, HeadCost, Kind, Sweep
+
+PANELS = 3  # in a row
+
+
+def drafting(results: Sequence[DrafterResult]) -> list[DrafterResult]:
+    """Those that draft at all."""
+    return [result for result in results if result.block_length]
+
+
+@styled
+def domain_acceptance_figure(results: Sequence[DrafterResult], kind: Kind = "conditional") -> Figure:
+    """Acceptance by draft position, one panel a domain, one line a drafter."""
+    domains = list(dict.fromkeys(score.name for result in results for score in result.domains))
+    figure, panels = _panels(len(domains), 2.9)
+    for panel, domain in zip(panels, domains, strict=False):
+        series = [
+            Acceptance(result.name, score.acceptance.conditional, score.acceptance.prefix)
+            for result in drafting(results)
+            for score in result.domains
+            if score.name == domain
+        ]
+        draw_acceptance(panel, series, kind)
+        panel.set_title(domain)
+    return figure
+
+
+@styled
+def benchmark_figure(results: Sequence[DrafterResult]) -> Figure:
+    """Accepted length by benchmark with 95 % intervals, drafters side by side; the macro average below a line."""
+    shown = drafting(results)
+    names = [score.name for score in shown[0].benchmarks] if shown else []
+    labels = [*names, "macro average"]
+    figure = Figure(figsize=(4.9, 1.2 + 0.24 * len(labels) * max(1, len(shown))))
+    axes = figure.subplots()
+    rows = np.arange(len(labels))[::-1]
+    step = 0.7 / max(1, len(shown))
+    highest = 1.0
+    for index, result in enumerate(shown):
+        taus = [*(score.tau_pooled for score in result.benchmarks), result.tau_macro]
+        at = rows + step * ((len(shown) - 1) / 2 - index)
+        colour = SERIES[index % len(SERIES)]
+        for place, tau in zip(at, taus, strict=True):
+            highest = max(highest, tau.value, tau.high or 0)
+            if tau.low is not None and tau.high is not None:
+                axes.plot([tau.low, tau.high], [place] * 2, color=colour, linewidth=2, alpha=0.6, solid_capstyle="round")
+        axes.plot([tau.value for tau in taus], at, MARKERS[index % len(MARKERS)], color=colour, label=result.name)
+    axes.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    if names:
+        axes.axhline(0.5, color=MUTED, linewidth=0.8)
+    axes.set(xlabel="accepted length τ (1 = no drafter)", xlim=(0.9, highest * 1.06), ylim=(-0.6, len(labels) - 0.4))
+    axes.set_yticks(rows, labels)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(True, axis="x")
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)
+    if len(shown) > 1:
+        figure.legend(loc="outside upper left", ncols=2, handletextpad=0.2, columnspacing=1.4)
+    return figure
+
+
+def has_depths(results: Sequence[DrafterResult]) -> bool:
+    """Whether drafters of one kind differ in depth."""
+    return _vary(results, lambda result: (result.kind, result.block_length), lambda result: result.layers)
+
+
+def has_block_lengths(results: Sequence[DrafterResult]) -> bool:
+    """Whether drafters of one kind differ in block length."""
+    return _vary(results, lambda result: (result.kind, result.layers), lambda result: result.block_length)
+
+
+@styled
+def depth_figure(results: Sequence[DrafterResult]) -> Figure:
+    """Macro accepted length against the number of drafter layers, one line a kind (and block length)."""
+    figure = Figure(figsize=(4.9, 3.3))
+    axes = figure.subplots()
+    _lines(axes, results, lambda result: result.layers, lambda result: (result.kind, result.block_length), "block length")
+    axes.set(xlabel="drafter layers", ylabel="accepted length τ, macro")
+    return figure
+
+
+@styled
+def block_figure(results: Sequence[DrafterResult], costs: Sequence[HeadCost]) -> Figure:
+    """Macro accepted length against block length, one line a kind (and depth); where measured, what the head adds to a round."""
+    measured = [(cost, result) for cost in costs for result in results if result.name == cost.drafter]
+    figure = Figure(figsize=(4.9 if not measured else 9.8, 3.3))
+    panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
+    _lines(panels[0], results, lambda result: result.block_length, lambda result: (result.kind, result.layers), "layers")
+    panels[0].set(xlabel="block length (draft tokens)", ylabel="accepted length τ, macro")
+    if measured:
+        panels[0].set_title("Accepted length")
+        lines = list(dict.fromkeys((result.kind, result.layers) for result in drafting(results)))  # in the colours of the left panel
+        for index, line in enumerate(lines):
+            points = sorted((r.block_length, 100 * cost.overhead) for cost, r in measured if (r.kind, r.layers) == line)
+            if points:
+                colour, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
+                panels[1].plot(*zip(*points, strict=True), color=colour, marker=marker, label=line[0])
+        panels[1].set(xlabel="block length (draft tokens)", ylim=(0, None))
+        panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+        panels[1].set_title(f"Sequential head's part of a round, batch {costs[0].batch}")
+        panels[1].legend(loc="best")
+    return figure
+
+
+@styled
+def threshold_figure(sweeps: Sequence[Sweep]) -> Figure:
+    """Draft tokens a round that a confidence threshold lets through, accepted and rejected as bars; their acceptance as a line."""
+    figure, panels = _panels(len(sweeps), 3.1)
+    for panel, sweep in zip(panels, sweeps, strict=False):
+        at = np.array([point.threshold for point in sweep.points])
+        width = 0.8 * (at[1] - at[0]) if len(at) > 1 else 0.04
+        accepted = np.array([point.accepted / max(point.rounds, 1) for point in sweep.points])
+        rejected = np.array([point.rejected / max(point.rounds, 1) for point in sweep.points])
+        panel.bar(at, accepted, width, color=SERIES[0], label="accepted")
+        panel.bar(at, rejected, width, bottom=accepted, color=SERIES[1], alpha=0.75, label="rejected")
+        panel.set(xlabel="confidence threshold", ylabel="draft tokens a round")
+        panel.set_title(sweep.label)
+        rates = panel.twinx()
+        rates.plot(at, [100 * point.rate for point in sweep.points], color=SERIES[2], marker=".", label="of them accepted")
+        rates.set_ylim(0, 100)
+        rates.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
+        rates.grid(False)
+        rates.tick_params(axis="y", labelcolor=SERIES[2])
+        if panel is panels[0]:
+            handles = [*panel.get_legend_handles_labels()[0], *rates.get_legend_handles_labels()[0]]
+            figure.legend(handles=handles, loc="outside upper left", ncols=3, handlelength=1.4, columnspacing=1.4)
+    return figure
+
+
+def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    columns = max(1, min(PANELS, count))
+    rows = max(1, -(-count // columns))
+    figure = Figure(figsize=(3.4 * columns + 0.4, height * rows + 0.2))
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return figure, panels
+
+
+def _vary(results: Sequence[DrafterResult], line: Callable[[DrafterResult], object], value: Callable[[DrafterResult], int]) -> bool:
+    found: dict[object, set[int]] = {}
+    for result in drafting(results):
+        found.setdefault(line(result), set()).add(value(result))
+    return any(len(values) > 1 for values in found.values())
+
+
+def _lines(
+    axes: Axes,
+    results: Sequence[DrafterResult],
+    x: Callable[[DrafterResult], int],
+    line: Callable[[DrafterResult], tuple[str, int]],
+    other: str,
+) -> None:
+    """One line for each `line(result)`, named by its first part, and by its second where one kind has several."""
+    lines: dict[tuple[str, int], list[DrafterResult]] = {}
+    for result in drafting(results):
+        lines.setdefault(line(result), []).append(result)
+    for index, ((kind, fixed), members) in enumerate(lines.items()):
+        members.sort(key=x)
+        several = sum(name == kind for name, _ in lines) > 1
+        taus = [result.tau_macro for result in members]
+        colour = SERIES[index % len(SERIES)]
+        at = [x(result) for result in members]
+        axes.errorbar(
+            at,
+            [tau.value for tau in taus],
+            yerr=np.array([_reach(tau) for tau in taus]).T,
+            color=colour,
+            marker=MARKERS[index % len(MARKERS)],
+            capsize=3,
+            elinewidth=1.2,
+            label=f"{kind}, {other} {fixed}" if several else kind,
+        )
+    ticks = sorted({x(result) for result in drafting(results)})
+    axes.set_xticks(ticks)
+    axes.set_ylim(bottom=1)
+    if len(lines) > 1:
+        axes.legend(loc="best")
+
+
+def _reach(tau: Estimate) -> tuple[float, float]:
+    return max(0.0, tau.value - (tau.low if tau.low is not None else tau.value)), max(
+        0.0, (tau.high if tau.high is not None else tau.value) - tau.value
+    )
