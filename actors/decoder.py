@@ -1,25 +1,37 @@
-"""Ray actors that decode held-out prompts with target and drafter, and plainly for the comparison."""
+"""Ray actors that decode prompts with a target, plainly and with any number of drafters.
 
-from collections.abc import Callable, Sequence
+Prompts come in groups, which are decoded together and finished together. A group is the same whoever decodes it and whatever was decoded
+before, and a request's random draws belong to the request, so the tokens do not depend on the number of actors or on restarts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 
-from actors.cluster import CPU_ENVIRONMENT
-from actors.drafter import build_drafter
+from actors.cluster import CPU_ENVIRONMENT, death_reason
+from actors.drafter import build_drafter, load_target_head, open_drafter
+from actors.errors import ActorError
+from decoding.latency import RoundCost, round_cost
 from decoding.loop import speculative_decode
 from decoding.settings import Generation, SamplingSettings
 from decoding.target import TransformersTarget
-from drafters.config import DrafterConfig
-from storage.checkpoint import load_drafter
+from drafters.drafter import Drafter
 from storage.object_store import ObjectStore
+
+PLAIN = "none"
+"""The name under which decoding without a drafter goes."""
+RESTARTS = 3
+"""How often a decoder that died, and the group that it died with, are tried again."""
+_QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
 class DecoderSettings:
-    """`actors` decoders of `threads` CPU threads each; `dtype` is the target's and the drafter's."""
+    """`actors` decoders of `threads` CPU threads each; `dtype` is the target's and the drafters'."""
 
     actors: int
     threads: int
@@ -36,51 +48,17 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-class Decoder:
-    """Holds the target and one drafter."""
+@dataclass(frozen=True)
+class Group:
+    """Prompts that are decoded together, at most `batch_size`, by each of the drafters `names` (PLAIN is nobody) and plainly."""
 
-    def __init__(self, model: str, layer_ids: tuple[int, ...], drafter: ObjectStore, settings: DecoderSettings) -> None:
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(settings.threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, settings.dtype)
-        self.batch_size = settings.batch_size
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        files = load_drafter(drafter)
-        config = DrafterConfig.from_dict(files.config)
-        self.target = TransformersTarget.for_drafter(loaded.to(device), layer_ids, config)
-        self.drafter = build_drafter(model, config, settings.dtype)
-        self.drafter.load_trainable(files.tensors)
-        self.drafter.to(device).eval()
-
-    def decode(self, prompts: Sequence[Prompt], sampling: SamplingSettings, drafted: bool) -> list[Generation]:
-        """Decode a group of prompts together, with the drafter or plainly."""
-        return speculative_decode(
-            self.target,
-            self.drafter if drafted else None,
-            [prompt.token_ids for prompt in prompts],
-            sampling,
-            request_ids=[prompt.number for prompt in prompts],
-            batch_size=self.batch_size,
-        )
-
-    @torch.inference_mode()
-    def top2_gap(self, prompt: Prompt, tokens: Sequence[int]) -> float:
-        """How far apart the target's two best logits are after `prompt` and `tokens`."""
-        ids = torch.tensor([[*prompt.token_ids, *tokens]], device=self.target.device)
-        cache = self.target.new_cache(1, ids.shape[1])
-        states = self.target.forward(cache, ids, torch.tensor([ids.shape[1]], device=self.target.device), capture=False)
-        best = self.target.logits(states.hidden[:, -1])[0].float().topk(2).values
-        return float(best[0] - best[1])
-
-
-DecoderActor: Any = ray.remote(max_restarts=1)(Decoder)
+    prompts: tuple[Prompt, ...]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of one prompt, with the drafter and without.
+    """What came of one prompt, with a drafter and without, one right after the other on the same machine.
 
     `gap`: at temperature 0, where the two texts part, the distance of the target's two best logits there; None where they are equal.
     """
@@ -90,55 +68,141 @@ class Decoded:
     gap: float | None = None
 
 
-def decode_prompts(
-    model: str,
-    layer_ids: tuple[int, ...],
-    drafter: ObjectStore,
-    prompts: Sequence[Prompt],
-    sampling: SamplingSettings,
-    settings: DecoderSettings,
-    on_done: Callable[[int], None],
-) -> list[Decoded]:
-    """Decode every prompt both ways, groups of `batch_size` spread over the actors.
+OnGroup = Callable[[int, dict[str, list[Decoded]]], None]
 
-    Each actor alternates drafted and plain group by group (A B B A), so that neither profits from a warmer machine.
-    """
-    groups = [prompts[start : start + settings.batch_size] for start in range(0, len(prompts), settings.batch_size)]
-    environment = {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    actors = [
-        DecoderActor.options(num_cpus=settings.threads, num_gpus=settings.gpus, runtime_env={"env_vars": environment}).remote(
-            model, layer_ids, drafter, settings
+
+class Decoder:
+    """Holds the target and drafters for it."""
+
+    def __init__(self, model: str, drafters: Mapping[str, ObjectStore], settings: DecoderSettings) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(settings.threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.batch_size = settings.batch_size
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype))
+        loaded = loaded.to(device)
+        head = load_target_head(model, settings.dtype) if drafters else None  # one for all: it is most of a small drafter
+        self.targets: dict[str, TransformersTarget] = {PLAIN: TransformersTarget(loaded)}
+        self.drafters: dict[str, Drafter] = {}
+        for name, store in drafters.items():
+            opened = open_drafter(store)
+            drafter = build_drafter(model, opened.config, settings.dtype, head)
+            drafter.load_trainable(opened.tensors)
+            self.drafters[name] = drafter.to(device).eval()
+            self.targets[name] = TransformersTarget.for_drafter(loaded, opened.layer_ids, opened.config)
+
+    def decode(self, prompts: Sequence[Prompt], sampling: SamplingSettings, name: str) -> list[Generation]:
+        """Decode prompts together, with the drafter of that name or plainly."""
+        return speculative_decode(
+            self.targets[name],
+            self.drafters.get(name),
+            [prompt.token_ids for prompt in prompts],
+            sampling,
+            request_ids=[prompt.number for prompt in prompts],
+            batch_size=self.batch_size,
         )
-        for _ in range(min(settings.actors, len(groups)))
-    ]
-    # A first short request each way: the first pass through a model pays for its set-up.
-    warm = SamplingSettings(sampling.temperature, min(8, sampling.max_new_tokens), sampling.stop_ids, sampling.seed)
-    ray.get([actor.decode.remote(prompts[:1], warm, drafted) for actor in actors for drafted in (True, False)])
-    pending: dict[Any, tuple[int, bool]] = {}
-    results: dict[tuple[int, bool], list[Generation]] = {}
-    for number, group in enumerate(groups):
-        actor = actors[number % len(actors)]
-        for drafted in (True, False) if (number // len(actors)) % 2 == 0 else (False, True):
-            pending[actor.decode.remote(group, sampling, drafted)] = (number, drafted)
-    while pending:
-        finished, _ = ray.wait(list(pending), num_returns=1)
-        for reference in finished:
-            key = pending.pop(reference)
-            results[key] = ray.get(reference)
-            on_done(len(groups[key[0]]))
-    outcomes = [
-        Decoded(drafted, plain)
-        for number in range(len(groups))
-        for drafted, plain in zip(results[number, True], results[number, False], strict=True)
-    ]
-    if sampling.temperature > 0:
-        return outcomes
-    return [_with_gap(outcome, prompt, actors[0]) for outcome, prompt in zip(outcomes, prompts, strict=True)]
+
+    def decode_group(self, group: Group, sampling: SamplingSettings) -> dict[str, list[Decoded]]:
+        """Decode a group plainly and with each drafter, so A B A B over the groups: neither profits from a warmer machine."""
+        plain = self.decode(group.prompts, sampling, PLAIN)
+        results = {}
+        for name in group.names:
+            drafted = plain if name == PLAIN else self.decode(group.prompts, sampling, name)
+            results[name] = [Decoded(a, b) for a, b in zip(drafted, plain, strict=True)]
+        if not sampling.greedy:
+            return results
+        return {
+            name: [self._with_gap(outcome, prompt) for outcome, prompt in zip(outcomes, group.prompts, strict=True)]
+            for name, outcomes in results.items()
+        }
+
+    def warm_up(self, prompt: Prompt, sampling: SamplingSettings) -> None:
+        """The first pass through a model pays for its set-up."""
+        short = SamplingSettings(sampling.temperature, min(8, sampling.max_new_tokens), sampling.stop_ids, sampling.seed)
+        for name in self.targets:
+            self.decode([prompt], short, name)
+
+    def round_cost(self, name: str, batch: int, context: int, repeats: int) -> RoundCost:
+        """What a round of this drafter costs, its sequential head apart."""
+        return round_cost(self.targets[name], self.drafters[name], batch, context, repeats)
+
+    def _with_gap(self, outcome: Decoded, prompt: Prompt) -> Decoded:
+        drafted, plain = outcome.drafted.tokens, outcome.plain.tokens
+        if drafted == plain:
+            return outcome
+        same = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
+        return replace(outcome, gap=self.top2_gap(prompt, plain[:same]))
+
+    @torch.inference_mode()
+    def top2_gap(self, prompt: Prompt, tokens: Sequence[int]) -> float:
+        """How far apart the target's two best logits are after `prompt` and `tokens`."""
+        target = self.targets[PLAIN]
+        ids = torch.tensor([[*prompt.token_ids, *tokens]], device=target.device)
+        states = target.forward(target.new_cache(1, ids.shape[1]), ids, torch.tensor([ids.shape[1]], device=target.device), capture=False)
+        best = target.logits(states.hidden[:, -1])[0].float().topk(2).values
+        return float(best[0] - best[1])
 
 
-def _with_gap(outcome: Decoded, prompt: Prompt, actor: Any) -> Decoded:
-    drafted, plain = outcome.drafted.tokens, outcome.plain.tokens
-    if drafted == plain:
-        return outcome
-    same = next((i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b), min(len(drafted), len(plain)))
-    return replace(outcome, gap=ray.get(actor.top2_gap.remote(prompt, plain[:same])))
+DecoderActor: Any = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS)(Decoder)
+
+
+class DecoderPool:
+    """Decoders in Ray actors, on a cluster that is up."""
+
+    def __init__(self, model: str, drafters: Mapping[str, ObjectStore], settings: DecoderSettings, groups: int) -> None:
+        """As many actors as were asked for, but no more than groups."""
+        environment = {
+            **CPU_ENVIRONMENT,
+            "OMP_NUM_THREADS": str(settings.threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        options = {"num_cpus": settings.threads, "num_gpus": settings.gpus, "runtime_env": {"env_vars": environment}}
+        self.actors = [
+            DecoderActor.options(**options).remote(model, dict(drafters), settings) for _ in range(max(1, min(settings.actors, groups)))
+        ]
+
+    def decode(
+        self, groups: Sequence[Group], sampling: SamplingSettings, on_group: Callable[[int, dict[str, list[Decoded]]], None]
+    ) -> None:
+        """Decode the groups, each by whoever is free.
+
+        Args:
+            on_group: called with a group's index and its results as soon as it is done.
+
+        Raises:
+            ActorError: decoders died again and again; what was handed to `on_group` stays.
+        """
+        try:
+            ray.get([actor.warm_up.remote(groups[0].prompts[0], sampling) for actor in self.actors])
+            waiting = list(enumerate(groups))[::-1]
+            running: dict[Any, tuple[int, Any]] = {}
+            idle = list(self.actors)
+            while waiting or running:
+                while waiting and idle:
+                    index, group = waiting.pop()
+                    actor = idle.pop(0)
+                    running[actor.decode_group.remote(group, sampling)] = index, actor
+                finished, _ = ray.wait(list(running), num_returns=1)
+                index, actor = running.pop(finished[0])
+                on_group(index, ray.get(finished[0]))
+                idle.append(actor)
+        except RayActorError as error:
+            raise _lost(error) from error
+
+    def round_costs(self, name: str, batch: int, contexts: Sequence[int], repeats: int) -> list[RoundCost]:
+        """One decoder's rounds at some context lengths."""
+        try:
+            return [ray.get(self.actors[0].round_cost.remote(name, batch, context, repeats)) for context in contexts]
+        except RayActorError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: RayActorError) -> ActorError:
+    if error.actor_init_failed:
+        return ActorError(f"a decoder cannot start: {death_reason(error)}")
+    return ActorError(
+        f"a decoder died {RESTARTS + 1} times ({death_reason(error)}). Finished prompts are kept: run the same command again to go on; "
+        "a smaller evaluate.batch_size needs less memory."
+    )

@@ -155,14 +155,15 @@ def load_benchmark(name: str, place: str | Path, limit: int | None = None) -> Be
     return _read_file(benchmark, Path(place).expanduser() / f"{benchmark.name}.jsonl", count)
 
 
-def load_benchmarks(place: str | Path) -> list[BenchmarkRows]:
-    """All nine sets, or those that a folder has.
+def load_benchmarks(place: str | Path, names: Sequence[str] | None = None, limit: int | None = None) -> list[BenchmarkRows]:
+    """The sets of these names; without names all nine, or those that a folder has. `limit` as for `load_benchmark`.
 
     Raises:
         CorpusError: as for `load_benchmark`, and a folder with none of them.
     """
-    names = list(BENCHMARKS)
-    if place not in (HUB, BUNDLED):
+    if names is None and place in (HUB, BUNDLED):
+        names = list(BENCHMARKS)
+    if names is None:
         names = [name for name in BENCHMARKS if (Path(place).expanduser() / f"{name}.jsonl").is_file()]
         if not names:
             raise CorpusError(
@@ -171,7 +172,7 @@ def load_benchmarks(place: str | Path) -> list[BenchmarkRows]:
             )
     loaded: list[BenchmarkRows] = []
     for name in names:
-        loaded.append(load_benchmark(name, place))
+        loaded.append(load_benchmark(name, place, limit))
         if place == HUB and loaded[-1].origin == MINI:
             place = BUNDLED  # nobody waits nine times for a hub that is out of reach
     return loaded

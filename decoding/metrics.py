@@ -7,7 +7,7 @@ token comes from the prefill and belongs to no round; a request that ended there
 
 from collections.abc import Iterable, Mapping
 
-from decoding.settings import Generation
+from decoding.settings import Generation, Round
 
 Ratios = dict[str, tuple[float, float]]
 """Metric name -> (numerator, denominator); added up over requests and workers, divided once where shown."""
@@ -59,3 +59,20 @@ def merge(parts: Iterable[Mapping[str, tuple[float, float]]]) -> Ratios:
 def divide(ratios: Mapping[str, tuple[float, float]]) -> dict[str, float | None]:
     """Return the figures to show; None where nothing was counted."""
     return {name: numerator / denominator if denominator else None for name, (numerator, denominator) in ratios.items()}
+
+
+def threshold_counts(rounds: Iterable[Round], threshold: float) -> tuple[int, int]:
+    """What would have been verified had drafts been cut before the first slot whose confidence is below a threshold.
+
+    Slots that do not count in the recorded round (after a stop token) do not count here.
+
+    Returns:
+        (accepted, rejected) draft tokens; those after a rejection are rejected with it.
+    """
+    accepted = rejected = 0
+    for r in rounds:
+        below = (k for k, confidence in enumerate(r.confidence) if confidence < threshold)
+        verified = min(next(below, r.counted), r.counted)
+        accepted += min(r.accepted, verified)
+        rejected += verified - min(r.accepted, verified)
+    return accepted, rejected

@@ -25,7 +25,7 @@ from corpus.sources import SourceSpec
 from decoding.errors import DecodingError
 from drafters.errors import DrafterError
 from pipelines.report_data import ReportError
-from pipelines.target import TargetConfig, UnknownTarget, as_overrides
+from pipelines.target import TargetConfig, UnknownTarget, as_overrides, quoted
 from storage.errors import StorageError
 from storage.object_store import ObjectStore, StorageSettings
 from storage.places import Places
@@ -144,15 +144,16 @@ def mendable(body: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]
     return run
 
 
-def launch(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> None:
+def launch(main: Callable[[], None], flags: Mapping[str, str] | None = None, rename: Mapping[str, str] | None = None) -> None:
     """Run a Hydra `main`, accepting a target in any usual spelling (`target=Qwen/Qwen3-8B`), and `--show N` for `show=N`.
 
     Args:
         flags: overrides that may be written as a flag too, e.g. `--stat` for `mode=stat`.
+        rename: keys that are written under another name, since a config group has theirs.
     """
     try:
         arguments = [(flags or {}).get(argument, argument) for argument in sys.argv[1:]]
-        sys.argv[1:] = as_overrides(_with_show(arguments))
+        sys.argv[1:] = as_overrides(_with_show([_renamed(argument, rename or {}) for argument in arguments]))
     except (UnknownTarget, JobError) as error:
         tell(error)
         sys.exit(2)
@@ -166,6 +167,15 @@ def launch(main: Callable[[], None], flags: Mapping[str, str] | None = None) -> 
         sys.stdout.flush()
         # Everything is closed, but a thread that waits for an actor of the Ray that is gone would keep the interpreter from ending.
         os._exit(130)
+
+
+def _renamed(argument: str, names: Mapping[str, str]) -> str:
+    """`drafter=FOLDER` as `drafters="FOLDER"`; a list in brackets stays one."""
+    key, equals, value = argument.partition("=")
+    if not equals or key not in names:
+        return argument
+    given = value if value.startswith(("[", "'", '"')) else quoted(value)
+    return f"{names[key]}={given}"
 
 
 def _with_show(arguments: Sequence[str]) -> list[str]:

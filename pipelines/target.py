@@ -193,9 +193,13 @@ def _target_overrides(given: str) -> list[str]:
 
 def _custom(name: str, model: str) -> list[str]:
     plain = re.sub(r"[^a-z0-9._-]+", "_", name.lower()).strip("._-") or "model"
-    # Hydra's quoted strings: only a quote, and the backslashes before one, are escaped.
-    quoted = re.sub(r'(\\*)(?="|$)', r"\1\1", model).replace('"', '\\"')
-    return ["target=custom", f"target.name={plain}", f'target.model="{quoted}"']
+    return ["target=custom", f"target.name={plain}", f"target.model={quoted(model)}"]
+
+
+def quoted(value: str) -> str:
+    """A value as one of Hydra's quoted strings: only a quote, and the backslashes before one, are escaped."""
+    escaped = re.sub(r'(\\*)(?="|$)', r"\1\1", value).replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _plain(name: str) -> str:

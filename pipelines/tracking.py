@@ -3,7 +3,7 @@
 import hashlib
 import netrc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -55,5 +55,31 @@ def tracker(config: TrackingConfig, name: str, folder: Path, facts: dict[str, An
     )
     try:
         yield lambda row: run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+    finally:
+        run.finish()
+
+
+def log_table(
+    config: TrackingConfig, name: str, folder: Path, title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], note: str
+) -> None:
+    """Log rows as a W&B table, in a run of its own that the folder names: logged again, it is replaced."""
+    if not config.enabled:
+        return
+    import wandb
+
+    folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=config.project,
+        name=name,
+        id=hashlib.blake2b(f"{folder}\n{title}".encode(), digest_size=6).hexdigest(),
+        resume="allow",
+        job_type="evaluate",
+        notes=note,
+        mode=config.mode or wandb_mode(),
+        dir=str(folder),
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
+    try:
+        run.log({title: wandb.Table(columns=list(columns), data=[[row.get(column) for column in columns] for row in rows])})
     finally:
         run.finish()

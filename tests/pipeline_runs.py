@@ -54,6 +54,7 @@ OPTIONS = {
         "evaluate.max_new_tokens=12",
         "evaluate.dtype=float32",
         "evaluate.threads=1",
+        "tracking=none",
     ],
 }
 

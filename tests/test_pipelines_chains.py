@@ -11,7 +11,7 @@ from storage_cases import hidden_states
 from tiny_models import HIDDEN, VOCABULARY, write_tiny_model
 
 from actors.answers import frequent_tokens
-from actors.decoder import Decoder, DecoderSettings, Prompt
+from actors.decoder import PLAIN, Decoder, DecoderSettings, Prompt
 from corpus.answers import AnsweredRow
 from decoding.settings import SamplingSettings
 from storage.checkpoint import load_drafter
@@ -90,10 +90,10 @@ def test_training_leaves_a_drafter_that_decodes_the_targets_own_text(trained: di
     files = load_drafter(folder)
     assert (files.layout.block_layout, files.layout.block_length) == ("chain", block)
     assert isinstance(files.layout, DraftLayout)
-    decoder = Decoder(str(shop.folder / "tiny llama"), LAYER_IDS, folder, DecoderSettings(1, 1, 0, "float64", 2))
+    decoder = Decoder(str(shop.folder / "tiny llama"), {name: folder}, DecoderSettings(1, 1, 0, "float64", 2))
     prompts = [Prompt(number, tuple(range(10 + number, 20 + 2 * number))) for number in range(3)]
-    drafted = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), True)
-    plain = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), False)
+    drafted = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), name)
+    plain = decoder.decode(prompts, SamplingSettings(max_new_tokens=12), PLAIN)
     assert [g.tokens for g in drafted] == [g.tokens for g in plain]
     assert {r.drafted for g in drafted for r in g.rounds} >= {block}
 
