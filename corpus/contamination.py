@@ -5,7 +5,8 @@ wording; counting it would drop them all. So wording is found first and cut out 
 stands in at least `WORDING_ROWS` rows of the benchmarks, and the prompt templates that this project knows. What remains is compared:
 
 - A benchmark question is *content*: its runs of `GRAM` words, wording cut out. A training row counts as the same question if at least
-  `SHARE` of the runs of the shorter one of the two stand in the other, and at least `FEWEST` runs (all of them, where there are fewer).
+  `SHARE` of the runs of the shorter one of the two stand in the other, and at least `FEWEST` runs (all of them, where there are fewer):
+  ten words in one piece, or more in several. Less than that is a stock phrase of the trade ("in ascending order according to the sum of").
 - A question with fewer than `SHORT` runs says too little in content ("Write a function to find the volume of a sphere"). It is the
   same only if the row holds all its words in one piece, known templates aside; under `GRAM` words, only if the row asks nothing else.
 
@@ -24,7 +25,7 @@ from corpus.conversation import Conversation
 from corpus.errors import RowRejected
 
 WORDING_WORDS, WORDING_ROWS = 5, 3
-GRAM, SHARE, FEWEST, SHORT = 4, 0.4, 5, 3
+GRAM, SHARE, FEWEST, SHORT = 4, 0.4, 7, 3
 REASON = "benchmark_overlap"
 RULE = (
     f"{SHARE:.0%} of the {GRAM}-word runs of the shorter of the two shared, at least {FEWEST}; wording ({WORDING_WORDS} words in "

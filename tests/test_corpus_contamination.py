@@ -82,6 +82,12 @@ def test_short_questions_want_all_their_words_in_one_piece():
         assert short.match(row(text)) is None
 
 
+def test_a_stock_phrase_makes_no_question():
+    one = index("Write a function to sort a given matrix in ascending order according to the sum of its rows.")
+    assert one.match(row("Write a function which sorts the integers in ascending order according to the sum of their digits.")) is None
+    assert one.match(row("Sort a given matrix in ascending order according to the sum of its columns.")) is not None
+
+
 def test_a_question_of_a_few_words_wants_to_be_all_that_is_asked():
     tiny = index("Why rain?", templates=[BOXED])
     assert tiny.match(row("why rain")) is not None
@@ -132,6 +138,6 @@ def test_the_share_is_that_of_a_naive_count(words, keep):
     theirs = {tuple(other[i : i + 4]) for i in range(len(other) - 3)}
     share, common = len(ours & theirs) / min(len(ours), len(theirs)), len(ours & theirs)
     match = index(" ".join(words)).match(row(" ".join(other)))
-    assert (match is not None) == (share >= 0.4 and common >= 5)
+    assert (match is not None) == (share >= 0.4 and common >= 7)
     if match:
         assert match.share == pytest.approx(share)
