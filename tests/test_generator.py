@@ -29,6 +29,7 @@ from actors.errors import ActorError
 from corpus.answers import AnsweredRow
 from corpus.conversation import Conversation, Message
 from corpus.errors import CorpusError
+from corpus.rows import parse_row
 from corpus.template import ChatTemplate
 from storage.object_store import ObjectStore, StorageSettings
 
@@ -219,9 +220,11 @@ def _answers(url: str) -> bool:
 @pytest.mark.timeout(900)
 def test_vllms_own_server_answers_with_the_same_token_ids(model, tmp_path):
     """The whole job against it: what is stored, a second run that asks nothing, and a server that takes shorter rows than are asked for."""
-    shop, asked = Workshop(tmp_path), conversations()
+    shop = Workshop(tmp_path)
+    rows = [{"turns": [message.content for message in c.messages], "source": "test"} for c in conversations()]
+    asked = [parse_row(row, "", "chat") for row in rows]
     (tmp_path / "tiny llama").symlink_to(model)
-    write_rows(tmp_path / "prompts.jsonl", [{"turns": [m.content for m in c.messages], "source": "test"} for c in asked])
+    write_rows(tmp_path / "prompts.jsonl", rows)
     write_rows(tmp_path / "heldout.jsonl", [{"prompt": "Name a colour."}])
     run("prepare", shop.overrides("prepare"))
     with vllm_server(model, tmp_path / "server.log") as url:
@@ -231,8 +234,8 @@ def test_vllms_own_server_answers_with_the_same_token_ids(model, tmp_path):
         again, _ = run("regenerate", overrides)
         process = start("regenerate", [*overrides, "generator.max_length=256", "target.name=longer"])
         _, refused = process.communicate(timeout=280)
-    rows = list(AnswerStore(ObjectStore(StorageSettings(str(shop.stored / "answers")))))
-    check_rows(rows, asked, model)
+    stored = shop.output / model.name / "jsonl" / "answers"
+    check_rows(list(AnswerStore(ObjectStore(StorageSettings(str(stored))))), asked, model)
     assert (result["answered_now"], again["answered_now"]) == (len(asked), 0)
     assert list(result["card"]["answers_given_by"]) == [f"tiny at {url}"]
     assert process.returncode == 2
