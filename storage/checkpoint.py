@@ -10,19 +10,20 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from storage.contract import Contract, DraftLayout, record_from_json
-from storage.errors import StorageError
+from storage.errors import StorageError, StorageUnavailable
 from storage.object_store import ObjectStore, check_key
 
 log = logging.getLogger(__name__)
+Loaded = TypeVar("Loaded")
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TENSORS = "tensors.safetensors"
@@ -30,16 +31,23 @@ _INDEX = "index.json"
 
 
 def save_checkpoint(
-    store: ObjectStore, prefix: str, tensors: Mapping[str, Tensor], files: Mapping[str, Any], which: Sequence[str] = ("last",)
+    store: ObjectStore,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, Any],
+    which: Sequence[str] = ("last",),
+    keep: int = 2,
 ) -> str:
-    """Write a checkpoint, then point to it. Checkpoints that no pointer needs any more (one spare is kept) are deleted.
+    """Write a checkpoint, then point to it. Checkpoints that no pointer names any more are deleted.
 
     One writer per prefix.
 
     Args:
         tensors: by name; any device and dtype that safetensors knows.
         files: JSON-able documents by name (lower case, without suffix).
-        which: pointers to move: `last`, `best` or both.
+        which: pointers to move, in that order: `last`, `best` or both.
+        keep: how many checkpoints a pointer names, newest first: what follows the first is there should that be torn. `best` names two
+            at most.
 
     Returns:
         Key of the folder that was written.
@@ -58,8 +66,8 @@ def save_checkpoint(
         store.put(f"{prefix}/{folder}/{name}", data)
     store.put(f"{prefix}/{folder}/{_INDEX}", _sealed({"files": listing, "sequence": sequence}))
     for name in which:
-        previous = [old for old in _pointer(store, prefix, name) if old != folder][:1]
-        store.put(f"{prefix}/{name}.json", _sealed({"folders": [folder, *previous]}))
+        folders = [folder, *(old for old in _pointer(store, prefix, name) if old != folder)]
+        store.put(f"{prefix}/{name}.json", _sealed({"folders": folders[: keep if name == "last" else min(keep, 2)]}))
     _prune(store, prefix)
     return f"{prefix}/{folder}"
 
@@ -73,24 +81,16 @@ def load_checkpoint(store: ObjectStore, prefix: str, which: str = "last") -> tup
     Raises:
         StorageError: there is none, or none is intact.
     """
-    check_key(prefix)
-    folders = _pointer(store, prefix, which)
-    if not folders and (which == "last" or not store.exists(f"{prefix}/{which}.json")):
-        known = _indices(store, prefix) if which == "last" else {}
-        folders = sorted(known, key=lambda folder: known[folder]["sequence"], reverse=True)
-    problems = []
-    for folder in folders:
-        try:
-            found = _load_folder(store, f"{prefix}/{folder}")
-        except (StorageError, FileNotFoundError) as error:
-            problems.append(str(error))
-            log.warning("checkpoint passed over: %s", error)
-            continue
-        return found
-    detail = f" ({'; '.join(problems)})" if problems else ""
-    raise StorageError(
-        f"there is no intact '{which}' checkpoint under {store.url(prefix)}{detail}. Start training anew, or correct the path"
-    )
+    return _first_intact(store, prefix, which, lambda folder: _load_folder(store, folder))
+
+
+def checkpoint_documents(store: ObjectStore, prefix: str, which: str = "last") -> dict[str, Any]:
+    """The JSON documents of the checkpoint that `load_checkpoint` would pick; of its tensors only the size is looked at.
+
+    Raises:
+        StorageError: there is none, or none is intact.
+    """
+    return _first_intact(store, prefix, which, lambda folder: _load_documents(store, folder))
 
 
 def has_checkpoint(store: ObjectStore, prefix: str, which: str = "last") -> bool:
@@ -159,26 +159,64 @@ def load_weights(store: ObjectStore) -> dict[str, Tensor]:
     return tensors
 
 
+def _first_intact(store: ObjectStore, prefix: str, which: str, load: Callable[[str], Loaded]) -> Loaded:
+    check_key(prefix)
+    folders = _pointer(store, prefix, which)
+    if not folders and (which == "last" or not store.exists(f"{prefix}/{which}.json")):
+        known = _indices(store, prefix) if which == "last" else {}
+        folders = sorted(known, key=lambda folder: known[folder]["sequence"], reverse=True)
+    problems = []
+    for folder in folders:
+        try:
+            return load(f"{prefix}/{folder}")
+        except StorageUnavailable:
+            raise  # it may be whole: going back behind it would be hasty
+        except (StorageError, FileNotFoundError) as error:
+            problems.append(str(error))
+            log.warning("checkpoint passed over: %s", error)
+    detail = f" ({'; '.join(problems)})" if problems else ""
+    raise StorageError(
+        f"there is no intact '{which}' checkpoint under {store.url(prefix)}{detail}. Start training anew, or correct the path"
+    )
+
+
 def _load_folder(store: ObjectStore, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     listing = _unseal(store, f"{folder}/{_INDEX}")["files"]
-    documents: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
+    key = f"{folder}/{_TENSORS}"
+    tensors = _tensors(_intact(store, key, listing[_TENSORS]), store.url(key))
+    return tensors, _documents(store, folder, listing)
+
+
+def _load_documents(store: ObjectStore, folder: str) -> dict[str, Any]:
+    listing = _unseal(store, f"{folder}/{_INDEX}")["files"]
+    key, expected = f"{folder}/{_TENSORS}", listing[_TENSORS]["bytes"]
+    if (size := store.size(key)) != expected:
+        raise StorageError(f"{store.url(key)} is torn: {size} bytes where {expected} were written")
+    return _documents(store, folder, listing)
+
+
+def _documents(store: ObjectStore, folder: str, listing: Mapping[str, Any]) -> dict[str, Any]:
+    documents = {}
     for name, expected in listing.items():
-        key = f"{folder}/{name}"
-        data = store.get(key)
-        if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise StorageError(f"{store.url(key)} is torn: {len(data)} bytes where {expected['bytes']} were written, or changed")
-        if name == _TENSORS:
-            tensors = _tensors(data, store.url(key))
-        else:
-            documents[name.removesuffix(".json")] = _parse(data, store.url(key))
-    return tensors, documents
+        if name != _TENSORS:
+            key = f"{folder}/{name}"
+            documents[name.removesuffix(".json")] = _parse(_intact(store, key, expected), store.url(key))
+    return documents
+
+
+def _intact(store: ObjectStore, key: str, expected: Mapping[str, Any]) -> bytes:
+    data = store.get(key)
+    if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise StorageError(f"{store.url(key)} is torn: {len(data)} bytes where {expected['bytes']} were written, or changed")
+    return data
 
 
 def _pointer(store: ObjectStore, prefix: str, which: str) -> list[str]:
     """Folders that a pointer names, newest first; empty where it is missing or torn."""
     try:
         return list(_unseal(store, f"{prefix}/{which}.json")["folders"])
+    except StorageUnavailable:
+        raise
     except (FileNotFoundError, StorageError):
         return []
 

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -264,6 +265,12 @@ class ObjectStore:
             if not page.get("IsTruncated"):
                 return aborted
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def free_bytes(self) -> int | None:
+        """Room on the disk of a local folder; None where the store is not local."""
+        if self._local is None:
+            return None
+        return shutil.disk_usage(next(path for path in (self._local, *self._local.parents) if path.exists())).free
 
     def check_writable(self) -> None:
         """Write and delete a small probe, so that a long job finds out before it starts; StorageUnavailable if it cannot."""

@@ -16,6 +16,11 @@ def anchor_seed(seed: int, epoch: int, row_id: str) -> int:
     return _digest("anchors", seed, epoch, row_id) >> 1
 
 
+def step_seed(seed: int, step: int) -> int:
+    """63-bit seed of a step: whatever is drawn in it is the same in a run that was resumed before it."""
+    return _digest("step", seed, step, "") >> 1
+
+
 def rank_slots(positions: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
     """The share of a global batch that rank `rank` of `world` takes; shares differ by one sample at most, together they are the batch."""
     if not 0 <= rank < world:
