@@ -5,11 +5,13 @@ Its parts (rotary positions, projections, feed-forward, context cache) serve the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafters.attention import BlockAttention, Slots, joint_attention, plan_attention, visible_context
 from drafters.batch import TrainBatch
@@ -143,6 +145,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """What every layer does with its attention's output: residual stream, norms, feed-forward."""
 
+    recompute = False
+    """Whether the backward works the layer's activations out again, rather than keep them."""
+
     def add_end(self, config: DrafterConfig, bf16: bool, dtype: torch.dtype) -> None:
         """Make the parts; called last, so that a layer's parts are initialised in the order in which they are used."""
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -172,6 +177,13 @@ class DraftLayer(Layer):
         self.add_end(config, bf16, dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, context_k: Tensor, context_v: Tensor, attend: BlockAttention) -> Tensor:
+        return recomputed(self.recompute, self._forward, x, rotary, context_k, context_v, attend)
+
+    def context_keys_values(self, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context, whose features do not pass the input norm."""
+        return self.self_attn.keys_values(context, rotary)
+
+    def _forward(self, x: Tensor, rotary: Rotary, context_k: Tensor, context_v: Tensor, attend: BlockAttention) -> Tensor:
         normed = self.input_layernorm(x)
         block_k, block_v = self.self_attn.keys_values(normed, rotary)
         mixed = attend(self.self_attn.queries(normed, rotary), context_k, context_v, block_k, block_v)
@@ -200,7 +212,7 @@ class Backbone(nn.Module):
             target_head,
             batch.input_ids[batch.anchors],
             batch.positions[batch.anchors],
-            [layer.self_attn.keys_values(context, self._rotary(batch.positions)) for layer in self._layers()],
+            [layer.context_keys_values(context, self._rotary(batch.positions)) for layer in self._layers()],
             attend,
         )
 
@@ -224,7 +236,7 @@ class Backbone(nn.Module):
         places = cache.lengths[rows] + columns
         context, rotary = self.fuse(features[rows, columns]), self._rotary(places)
         for layer, keys, values in zip(self._layers(), cache.keys, cache.values, strict=True):
-            keys[rows, places], values[rows, places] = layer.self_attn.keys_values(context, rotary)
+            keys[rows, places], values[rows, places] = layer.context_keys_values(context, rotary)
         cache.lengths = cache.lengths + counts
 
     @torch.no_grad()
@@ -263,6 +275,13 @@ class Backbone(nn.Module):
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+def recomputed(recompute: bool, layer: Callable[..., Any], *inputs: Any) -> Any:
+    """What a layer gives for its inputs; its activations are not kept for the backward if so asked."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return layer(*inputs)
 
 
 def init_linears(module: nn.Module) -> None:

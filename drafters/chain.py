@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.attention import BlockAttention, Slots, joint_attention, plan_attention, visible_context
-from drafters.backbone import Attention, ContextCache, Layer, Rotary, init_linears, rotary_of
+from drafters.backbone import Attention, ContextCache, Layer, Rotary, init_linears, recomputed, rotary_of
 from drafters.batch import TrainBatch
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
@@ -45,6 +45,17 @@ class ChainLayer(Layer):
         Returns:
             The hidden state [A, H], and the slots' keys and values with this one's.
         """
+        return recomputed(self.recompute, self._forward, x, inner, rotary, context, earlier, attend)
+
+    def _forward(
+        self,
+        x: Tensor,
+        inner: Tensor,
+        rotary: Rotary,
+        context: tuple[Tensor, Tensor],
+        earlier: tuple[Tensor, Tensor] | None,
+        attend: BlockAttention,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         k, v = (part[:, None] for part in self.self_attn.keys_values(inner, rotary))
         if earlier is not None:
             k, v = torch.cat([earlier[0], k], dim=1), torch.cat([earlier[1], v], dim=1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.anchors import slot_weights
-from drafters.backbone import Backbone, ContextCache
+from drafters.backbone import Backbone, ContextCache, Layer
 from drafters.batch import BlockTargets, TrainBatch
 from drafters.chain import Chain, ChainRun, make_chain
 from drafters.confidence import ConfidenceHead
@@ -105,6 +105,14 @@ class Drafter(nn.Module):
             metrics["confidence_bias"] = ((logits.detach().sigmoid() - loss.one_minus_tv).double().sum(), count)
         metrics["loss"] = (total.detach().double(), self.denominator(batch, decay))
         return total / torch.as_tensor(denominator, dtype=total.dtype, device=total.device), metrics
+
+    def prepare_layers(self, recompute: bool, compiled: bool) -> None:
+        """Trade time for memory or the other way round: `recompute` activations in the backward; compile the feed-forward parts."""
+        for layer in self.backbone.layers:
+            assert isinstance(layer, Layer)
+            layer.recompute = recompute
+            if compiled:
+                layer.mlp.compile(dynamic=True)  # attention is compiled by itself, where it gains most
 
     def denominator(self, batch: TrainBatch, decay: float) -> Tensor:
         """What a batch's loss is divided by, float64 scalar: the weight of its valid slots; with Eagle3 its sequences that have any."""
