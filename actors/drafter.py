@@ -66,7 +66,24 @@ def build_drafter(model: str, config: DrafterConfig, compute: str, head: TargetH
 def load_target_head(model: str, compute: str) -> TargetHead:
     """The frozen head of the target in folder `model`, computing in the dtype of that name."""
     weights = load_head_weights(Path(model))
-    config = read_model_config(Path(model))
     rows, hidden = weights.embedding.shape
-    head = TargetHead(rows, hidden, float(config["rms_norm_eps"]), family_of(config), getattr(torch, compute))
+    head = _empty_head(model, rows, hidden, compute)
     return head.load(weights.embedding, weights.final_norm, weights.lm_head)
+
+
+def drafter_shapes(model: str, config: DrafterConfig) -> dict[str, torch.Size]:
+    """Shapes of the trainable weights by name, worked out without any memory for them.
+
+    Raises:
+        DrafterError: sizes that do not go together.
+    """
+    with torch.device("meta"):
+        head = _empty_head(model, config.vocab_size, config.hidden_size, "float32")
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        head.load(embedding, torch.empty(config.hidden_size), embedding)
+        return {name: parameter.shape for name, parameter in Drafter(config, head).named_parameters()}
+
+
+def _empty_head(model: str, rows: int, hidden: int, compute: str) -> TargetHead:
+    config = read_model_config(Path(model))
+    return TargetHead(rows, hidden, float(config["rms_norm_eps"]), family_of(config), getattr(torch, compute))

@@ -7,3 +7,7 @@ class ActorError(Exception):
 
 class EngineLost(ActorError):
     """An engine is gone, or answers no more. What it was asked goes to another."""
+
+
+class Stopped(ActorError):
+    """Not an error: someone asked the job to stop, and what was done is kept."""

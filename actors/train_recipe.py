@@ -12,8 +12,11 @@ from storage.object_store import ObjectStore
 CHECKPOINTS = "checkpoints"
 # What may change between a run's start and its resumption, since it does not change its result.
 _NOT_DECISIVE = (
-    "log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "disk_cache", "disk_cache_gib", "micro_batch"
+    "log_every", "score_every", "checkpoint_every", "prefetch_mib", "reader_threads", "disk_cache", "disk_cache_gib", "micro_batch",
+    "keep_checkpoints", "patience", "export", "stall_minutes", "parallel", "compile", "activation_checkpointing", "deterministic"
 )  # fmt: skip
+RANDOM, TARGET_LAYERS = "random", "target_layers"
+"""Values of `start` other than a folder."""
 FOLLOWS = "follows"
 """In place of a manifest's hash: the run records by itself what it takes from a growing cache."""
 
@@ -26,11 +29,22 @@ class TrainSettings:
         anchors: blocks drawn from each sample and epoch.
         micro_batch: samples a worker packs into one forward pass; the rest of its share is accumulated.
         decay: slot k counts exp(-k / decay).
-        warmup: share of the steps in which the learning rate rises; after them it falls by a cosine to zero.
+        warmup: share of the steps in which the learning rate rises; what comes after them `schedule` says (see optimization.schedule).
+        cooldown: share of the steps in which the schedule `wsd` falls.
         head_start: the sequential head starts at `random`, or as the `target`'s own next-token logits after each single token.
         compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
         disk_cache: folder on each node for samples that were read, of at most `disk_cache_gib` GiB; 0 is none.
         heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
+        start: `random`, `target_layers` (the target's own last layers), or the folder of a drafter to go on from.
+        ema: share of the weights' running average that a step keeps; 0 for none. The average is what is scored and exported.
+        keep_checkpoints: how many of the newest checkpoints stay; the best one stays besides.
+        patience: scorings in a row without a better one after which training ends; None for never.
+        export: which checkpoint becomes the drafter, `best` by tau_teacher_forced or `last`.
+        stall_minutes: how long to wait for one sample before the run ends with the cause.
+        parallel: `ddp` (every worker holds all weights and optimizer state) or `fsdp` (each holds a slice).
+        compile: `auto` (on CUDA), `true` or `false`: torch.compile of the layers' feed-forward parts.
+        activation_checkpointing: work the layers' activations out again in the backward, rather than keep them.
+        deterministic: only kernels whose results do not depend on the order of threads.
     """
 
     steps: int
@@ -55,11 +69,23 @@ class TrainSettings:
     reader_threads: int
     disk_cache: str = ""
     disk_cache_gib: float = 0.0
+    start: str = RANDOM
+    schedule: str = "cosine"
+    cooldown: float = 0.2
+    ema: float = 0.0
+    keep_checkpoints: int = 2
+    patience: int | None = None
+    export: str = "best"
+    stall_minutes: float = 15.0
+    parallel: str = "ddp"
+    compile: str = "auto"
+    activation_checkpointing: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """Everything a worker needs; no tensor among it."""
+    """Everything a worker needs; no tensor among it. `start` is the folder of the drafter to go on from, if there is one."""
 
     cache: ObjectStore
     run: ObjectStore
@@ -69,6 +95,7 @@ class TrainRecipe:
     drafter: DrafterConfig
     settings: TrainSettings
     follow: FollowSettings | None = None
+    start: ObjectStore | None = None
 
 
 def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:

@@ -5,8 +5,10 @@ reading order follows for any number of workers.
 """
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,49 +17,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors import checkpointing
+from actors.batches import MicroBatch, Packing, tokens_of
+from actors.checkpointing import Standing
 from actors.drafter import build_drafter
-from actors.errors import ActorError
-from actors.head_start import start_head
-from actors.train_recipe import CHECKPOINTS, TrainRecipe
-from drafters.anchors import sample_anchors
-from drafters.batch import SampleTensors, TrainBatch, pack
-from drafters.drafter import Metrics
-from storage.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from actors.errors import ActorError, Stopped
+from actors.optimization import Optimizer
+from actors.parallel import Parallel, collect
+from actors.starting import start_drafter
+from actors.totals import Totals, gathered, sum_over_ranks
+from actors.train_recipe import TrainRecipe, TrainSettings
 from storage.disk_cache import DiskCache, DiskCacheSettings
 from storage.follow import FollowOrder
 from storage.manifest import Manifest, split_manifest
-from storage.order import ReadingOrder, anchor_seed, rank_slots
+from storage.order import ReadingOrder, rank_slots, step_seed
 from storage.reader import Entries, SampleReader
-from storage.sample import Sample
 
 # Held-out rows draw the same anchors at every scoring.
 _HELDOUT_EPOCH = 2**31
+_ASK_EVERY_SECONDS = 1.0
+_ROWS_NAMED = 8
 
 
 class Worker:
-    """One rank. Plain enough to run without Ray (board None, world 1)."""
+    """One rank, where its run stands. Plain enough to run without Ray (board None, world 1)."""
 
     def __init__(self, recipe: TrainRecipe, board: Any, rank: int, world: int) -> None:
         self.recipe, self.settings, self.board, self.rank, self.world = recipe, recipe.settings, board, rank, world
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        # Softmax over a vocabulary is full of numbers next to zero; denormal ones cost a CPU a hundred times as much.
-        torch.set_flush_denormal(True)
-        torch.manual_seed(self.settings.seed)
+        _prepare_process(self.settings)
+        saved = checkpointing.load(recipe.run)
+        self.standing = Standing() if saved is None else saved.standing
         self.drafter = build_drafter(recipe.model, recipe.drafter, self.settings.compute).to(self.device)
-        # One rank works out the start; building DDP hands its weights to all.
-        if self.settings.head_start == "target" and rank == 0 and not has_checkpoint(recipe.run, CHECKPOINTS):
-            start_head(self.drafter, recipe.model, self.device)
-        self.module: torch.nn.Module = self.drafter
-        if world > 1:
-            self.module = torch.nn.parallel.DistributedDataParallel(self.drafter, broadcast_buffers=False)
-        self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(),
-            lr=self.settings.learning_rate,
-            betas=self.settings.betas,
-            weight_decay=self.settings.weight_decay,
-            fused=True,
-        )
-        self.step = 0
+        compiled = self.settings.compile == "true" or (self.settings.compile == "auto" and self.device.type == "cuda")
+        self.drafter.prepare_layers(self.settings.activation_checkpointing, compiled)
+        if saved is not None:
+            self.drafter.load_trainable(saved.weights)
+        elif rank == 0:  # one works the start out, all get it
+            start_drafter(self.drafter, recipe, self.device)
+        self.parallel = Parallel(self.drafter, self.settings.parallel, world, self.device)
+        self.optimizer = Optimizer(dict(self.drafter.named_parameters()), self.settings)
+        if saved is not None:
+            self.optimizer.load(saved.tensors)
+        self.packing = Packing(self.settings.anchors, self.settings.seed, self.device)
+        self.stand_in = self.packing.stand_in(len(recipe.contract.capture.layer_ids), recipe.drafter.hidden_size)
         self.order: ReadingOrder | FollowOrder
         self.training: Entries
         if recipe.follow is None:
@@ -73,40 +76,47 @@ class Worker:
         if self.settings.disk_cache_gib:
             settings = DiskCacheSettings(self.settings.disk_cache, int(self.settings.disk_cache_gib * 2**30))
             self.disk_cache = DiskCache(settings, self._tell)
+        self._asked, self._stopping = 0.0, False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.standing.step
 
     def run(self) -> None:
-        """Train from the newest checkpoint to the last step."""
+        """Train from the newest checkpoint to the last step, to the end of the patience, or until the board says to stop."""
+        try:
+            with self._reader(self.training) as reader:
+                self._train(reader)
+        except Stopped:
+            if self.step:
+                self._save(together=False)
+            if self.world > 1:  # the other ranks wait for samples, or for this rank
+                raise
+
+    def _train(self, reader: SampleReader) -> None:
         settings = self.settings
-        self._resume()
-        with self._reader(self.training) as reader:
-            samples = reader.stream(self._positions(self.step))
-            totals, since, waited, tokens = _Totals(), time.perf_counter(), 0.0, 0
-            while self.step < settings.steps:
-                batches, epoch, count = self._next_batches(samples)
-                gradient_norm = self._optimize(batches, totals)
-                tokens += count
-                self.step += 1
-                last = self.step == settings.steps
-                if self.step % settings.log_every == 0 or last:
-                    seconds = time.perf_counter() - since
-                    self._post(
-                        totals,
-                        epoch=epoch,
-                        samples=self.step * settings.global_batch,
-                        learning_rate=self.optimizer.param_groups[0]["lr"],
-                        gradient_norm=gradient_norm,
-                        tokens_per_second=tokens * self.world / seconds,
-                        data_wait_share=(reader.wait_seconds - waited) / seconds,
-                        step_seconds=seconds
-                        / (settings.log_every if self.step % settings.log_every == 0 else self.step % settings.log_every),
-                    )
-                    totals, since, waited, tokens = _Totals(), time.perf_counter(), reader.wait_seconds, 0
-                if self.step % settings.score_every == 0 or last:
-                    self._score()
-                    since = time.perf_counter()
-                if self.step % settings.checkpoint_every == 0 or last:
-                    self._save()
-                    since = time.perf_counter()
+        samples = reader.stream(self._positions(self.step))
+        totals, interval = Totals(), _Interval()
+        stop = False
+        while not (stop or self.standing.finished(settings)):
+            torch.manual_seed(step_seed(settings.seed, self.step))
+            started, waited = time.perf_counter(), reader.wait_seconds
+            share = [next(samples) for _ in rank_slots(np.arange(settings.global_batch), self.rank, self.world)]
+            batch = self.order.global_batch(self.step, settings.global_batch)
+            assert batch is not None  # its samples are here
+            norm, stop = self._optimize(self.packing.split(share, settings.micro_batch, batch[0]), totals)
+            self.standing = replace(self.standing, step=self.step + 1)
+            interval.add(time.perf_counter() - started, reader.wait_seconds - waited, tokens_of(share))
+            last = self.step == settings.steps
+            if self.step % settings.log_every == 0 or last:
+                self._post(self._row(totals, interval, batch[0], norm))
+                totals, interval = Totals(), _Interval()
+            if self.step % settings.score_every == 0 or last:
+                self._score()
+            improved = self.standing.best_tau is not None and self.standing.best_step == self.step
+            if improved or stop or self.step % settings.checkpoint_every == 0 or self.standing.finished(settings):
+                self._save()
 
     # One step
 
@@ -114,162 +124,149 @@ class Worker:
         """This rank's samples from step `start` to the end, in reading order; None while a growing cache does not hold the next ones."""
         for step in range(start, self.settings.steps):
             while (batch := self.order.global_batch(step, self.settings.global_batch)) is None:
+                # Slices of the weights are gathered by all ranks together, and these may wait in different places.
+                if not self.parallel.sharded and self._stop_asked():
+                    raise Stopped("stopped while waiting for the cache")
                 yield None
             yield from rank_slots(batch[1], self.rank, self.world).tolist()
 
-    def _next_batches(self, samples: Iterator[Sample]) -> tuple[list[TrainBatch], int, int]:
-        share = [next(samples) for _ in rank_slots(np.arange(self.settings.global_batch), self.rank, self.world)]
-        batch = self.order.global_batch(self.step, self.settings.global_batch)
-        assert batch is not None  # its samples are here
-        epoch = batch[0]
-        groups = [share[start : start + self.settings.micro_batch] for start in range(0, len(share), self.settings.micro_batch)]
-        return [self._pack(group, epoch) for group in groups], epoch, sum(len(sample.input_ids) for sample in share)
-
-    def _pack(self, samples: Sequence[Sample], epoch: int) -> TrainBatch:
-        tensors = [to_tensors(sample) for sample in samples]
-        anchors = [
-            sample_anchors(
-                tensor.loss_mask,
-                self.settings.anchors,
-                torch.Generator().manual_seed(anchor_seed(self.settings.seed, epoch, sample.row_id)),
-            )
-            for tensor, sample in zip(tensors, samples, strict=True)
-        ]
-        return pack(tensors, anchors).to(self.device)
-
-    def _optimize(self, batches: Sequence[TrainBatch], totals: "_Totals") -> float:
+    def _optimize(self, batches: Sequence[MicroBatch], totals: Totals) -> tuple[float, bool]:
+        """Take one step; the gradient's norm, and whether the board wants it to be the last one."""
         settings = self.settings
         # The weight total of the whole global batch, before any loss is formed: means of means would weigh short samples more.
-        denominator = torch.stack([self.drafter.denominator(batch, settings.decay) for batch in batches]).sum()
-        self._sum_over_ranks(denominator)
-        self.optimizer.zero_grad(set_to_none=True)
-        for number, batch in enumerate(batches):
-            with self._synchronized(number == len(batches) - 1):
-                loss, metrics = self.module(batch, settings.weights, settings.decay, denominator)
-                # DDP averages over ranks; the denominator is already the whole batch's, so the sum is wanted.
-                (loss * self.world).backward()
-            totals.add(metrics)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip))
-        if not math.isfinite(norm):
-            raise ActorError(
-                f"the gradient at step {self.step} is not finite (norm {norm}). The last checkpoint is intact; lower train.learning_rate, "
-                "or verify the cache."
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * schedule(self.step, settings.steps, settings.warmup)
-        self.optimizer.step()
-        return norm
+        total = torch.stack([self.drafter.denominator(micro.batch, settings.decay) for micro in batches]).sum()
+        agreed = sum_over_ranks(torch.stack([total, total.new_tensor(float(self._stop_asked()))]), self.device)
+        losses = self._accumulate(batches, agreed[0], totals)
+        norm = self.optimizer.clip()
+        if not (math.isfinite(norm) and all(map(math.isfinite, losses))):
+            raise self._not_finite(batches, losses, norm)
+        self.optimizer.step(self.step)
+        return norm, bool(agreed[1])
 
-    def _synchronized(self, last: bool) -> Any:
-        from contextlib import nullcontext
+    def _accumulate(self, batches: Sequence[MicroBatch], denominator: Tensor, totals: Totals) -> list[float]:
+        """Gradients of the global batch in the weights, of this rank's and of all others' samples; the losses of this rank's."""
+        settings, losses = self.settings, []
+        self.optimizer.adam.zero_grad(set_to_none=True)
+        for number, micro in enumerate(batches):
+            # All ranks must gather each layer's slices equally often, also where no anchor fell on a sample.
+            idle = self.parallel.sharded and micro.batch.num_anchors == 0
+            with self.parallel.accumulating(last=number == len(batches) - 1):
+                batch, divisor = (self.stand_in.batch, 1.0) if idle else (micro.batch, denominator)
+                loss, metrics = self.parallel.module(batch, settings.weights, settings.decay, divisor)
+                # Gradients are averaged over ranks; the denominator is already the whole batch's, so the sum is wanted.
+                (loss * (0 if idle else self.world)).backward()
+            if not idle:
+                totals.add(metrics)
+                losses.append(loss.detach())
+        return [float(loss) for loss in losses]
 
-        if last or not isinstance(self.module, torch.nn.parallel.DistributedDataParallel):
-            return nullcontext()
-        return self.module.no_sync()
-
-    def _sum_over_ranks(self, value: Tensor) -> None:
-        if self.world > 1:
-            shared = value.to(self.device)  # NCCL knows no tensors in main memory
-            dist.all_reduce(shared)
-            value.copy_(shared)
+    def _not_finite(self, batches: Sequence[MicroBatch], losses: Sequence[float], norm: float) -> ActorError:
+        """What to tell of a step whose loss or gradient is not finite, with the rows that made it so."""
+        suspects = [row for micro, loss in zip(batches, losses, strict=False) if not math.isfinite(loss) for row in micro.rows]
+        everything = [row for micro in batches for row in micro.rows]
+        if not math.isfinite(norm):  # on every rank then, since gradients are shared
+            suspects, everything = gathered(suspects), gathered(everything)
+        named = ", ".join((suspects or everything)[:_ROWS_NAMED]) + (" ..." if len(suspects or everything) > _ROWS_NAMED else "")
+        what = "loss" if suspects else f"gradient (norm {norm})"
+        advice = "lower train.learning_rate, or verify the cache (`python -m pipelines.cache --verify`)"
+        if suspects and len(suspects) < len(everything):
+            advice = "look at these rows: verify the cache (`python -m pipelines.cache --verify`), or lower train.learning_rate"
+        return ActorError(f"the {what} at step {self.step} is not finite. Rows: {named}. The last checkpoint is intact; {advice}.")
 
     # What is told and kept
 
-    def _post(self, totals: "_Totals", prefix: str = "", **also: float) -> None:
-        values = totals.means(self._sum_over_ranks)
-        if self.rank == 0 and self.board is not None:
-            named = {f"{prefix}{name}": value for name, value in values.items()}
-            ray.get(self.board.post.remote({"step": self.step, **also, **named}))
+    def _row(self, totals: Totals, interval: "_Interval", epoch: int, norm: float) -> dict[str, float]:
+        """What there is to watch of the steps since the last row, over all ranks."""
+        shared = sum_over_ranks(torch.tensor([interval.tokens, interval.waited], dtype=torch.float64), self.device).tolist()
+        seconds, batch = interval.seconds, self.settings.global_batch
+        return {
+            "epoch": epoch,
+            "samples": self.step * batch,
+            "learning_rate": self.optimizer.learning_rate,
+            "gradient_norm": norm,
+            "samples_per_second": interval.steps * batch / seconds,
+            "tokens_per_second": shared[0] / seconds,
+            "data_wait_share": shared[1] / (seconds * self.world),
+            "step_seconds": seconds / interval.steps,
+            **totals.means(self.device),
+        }
 
-    @torch.no_grad()
-    def _score(self) -> None:
-        """tau_teacher_forced and the rest on the held-out rows, each rank taking its share."""
-        totals = _Totals()
-        mine = rank_slots(np.arange(len(self.heldout)), self.rank, self.world).tolist()
-        with self._reader(self.heldout) as reader:
-            for sample in reader.stream(mine):
-                batch = self._pack([sample], _HELDOUT_EPOCH)
-                totals.add(self.drafter.training_step(batch, self.settings.weights, self.settings.decay, 1.0)[1])
-        self._post(totals, "heldout/")
+    def _post(self, row: dict[str, float]) -> None:
+        if self.rank == 0 and self.board is not None:
+            ray.get(self.board.post.remote({"step": self.step, **row}))
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
         if self.board is not None:
             self.board.post.remote({"step": self.step, "notice": f"rank {self.rank}: {text}"})
 
+    def _stop_asked(self) -> bool:
+        """Whether the board wants the run to stop. Rank 0 asks, every second at most; the others learn of it in the step."""
+        now = time.monotonic()
+        if self.rank == 0 and self.board is not None and now - self._asked >= _ASK_EVERY_SECONDS:
+            self._asked, self._stopping = now, bool(ray.get(self.board.stopping.remote()))
+        return self._stopping
+
+    def _score(self) -> None:
+        """tau_teacher_forced and the rest on the held-out rows, each rank taking its share, with the averaged weights if there are any."""
+        settings, totals = self.settings, Totals()
+        mine = rank_slots(np.arange(len(self.heldout)), self.rank, self.world).tolist()
+        rounds = -(-len(self.heldout) // self.world) if self.parallel.sharded else len(mine)
+        with self._reader(self.heldout) as reader, self.optimizer.averaged(), self.parallel.scoring():
+            samples = reader.stream(mine)
+            for number in range(rounds):
+                micro = self.packing.pack([next(samples)], _HELDOUT_EPOCH) if number < len(mine) else self.stand_in
+                idle = self.parallel.sharded and micro.batch.num_anchors == 0
+                batch = self.stand_in.batch if idle else micro.batch
+                metrics = self.drafter(batch, settings.weights, settings.decay, 1.0)[1]
+                if micro.rows and not idle:
+                    totals.add(metrics)
+        means = totals.means(self.device)
+        self.standing = self.standing.scored(means.get("tau_teacher_forced"))
+        self._post({f"heldout/{name}": value for name, value in means.items()})
+
     def _reader(self, entries: Entries) -> SampleReader:
         settings = self.settings
-        threads, prefetch = settings.reader_threads, settings.prefetch_mib << 20
-        return SampleReader(self.recipe.cache, self.recipe.contract, entries, threads, prefetch, disk_cache=self.disk_cache)
+        return SampleReader(
+            self.recipe.cache,
+            self.recipe.contract,
+            entries,
+            settings.reader_threads,
+            settings.prefetch_mib << 20,
+            stall_seconds=60 * settings.stall_minutes,
+            disk_cache=self.disk_cache,
+        )
 
-    def _save(self) -> None:
+    def _save(self, together: bool = True) -> None:
+        """Write a checkpoint; `together`: no rank goes on before it is whole."""
+        weights, optimizer = (collect(state, self.rank == 0) for state in (self.optimizer.parameters, self.optimizer.state()))
         if self.rank == 0:
-            names = [name for name, _ in self.drafter.named_parameters()]
-            state = self.optimizer.state_dict()["state"]
-            tensors = {f"drafter/{name}": tensor for name, tensor in self.drafter.trainable_state().items()}
-            for index, values in state.items():
-                tensors |= {f"optimizer/{names[index]}/{key}": value for key, value in values.items()}
-            save_checkpoint(self.recipe.run, CHECKPOINTS, tensors, {"state": {"step": self.step, "manifest": self.recipe.manifest_hash}})
-        if self.world > 1:
+            checkpointing.save(
+                self.recipe.run, weights, optimizer, self.standing, self.recipe.manifest_hash, self.settings.keep_checkpoints
+            )
+        if together and self.world > 1:
             dist.barrier()
 
-    def _resume(self) -> None:
-        if not has_checkpoint(self.recipe.run, CHECKPOINTS):
-            return
-        tensors, files = load_checkpoint(self.recipe.run, CHECKPOINTS)
-        self.drafter.load_trainable({name.removeprefix("drafter/"): t for name, t in tensors.items() if name.startswith("drafter/")})
-        state: dict[int, dict[str, Tensor]] = {}
-        for index, (name, _) in enumerate(self.drafter.named_parameters()):
-            prefix = f"optimizer/{name}/"
-            state[index] = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-        self.step = int(files["state"]["step"])
+
+@dataclass
+class _Interval:
+    """The steps since the last row: scoring and checkpoints do not count."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    tokens: int = 0
+
+    def add(self, seconds: float, waited: float, tokens: int) -> None:
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+        self.waited, self.tokens = self.waited + waited, self.tokens + tokens
 
 
-class _Totals:
-    """Numerators and denominators added up until they are shown."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, metrics: Metrics) -> None:
-        for name, (numerator, denominator) in metrics.items():
-            pair = torch.stack([numerator.detach(), denominator.detach()]).double().cpu()
-            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
-
-    def means(self, sum_over_ranks: Callable[[Tensor], None]) -> dict[str, float]:
-        """Each metric over all ranks. Every rank must call it: metrics without a trial on one rank still take part."""
-        names = _on_any_rank(self.sums)
-        if not names:
-            return {}
-        table = torch.stack([self.sums.get(name, torch.zeros(2, dtype=torch.float64)) for name in names])
-        sum_over_ranks(table)
-        return {name: (row[0] / row[1]).item() for name, row in zip(names, table, strict=True) if row[1] > 0}
-
-
-def _on_any_rank(names: Iterable[str]) -> list[str]:
-    """Sorted union over the ranks: one whose share held no anchor has no metrics, and still takes part in the sum."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return sorted(names)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(names))
-    return sorted({name for part in gathered for name in part})
-
-
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Factor of the learning rate: linear over the first `warmup` share of the steps, then half a cosine to zero."""
-    rising = max(int(steps * warmup), 1)
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(steps - rising, 1)))
-
-
-def to_tensors(sample: Sample) -> SampleTensors:
-    """A cached sample as tensors; bf16 bits are viewed, not converted."""
-    return SampleTensors(
-        input_ids=torch.from_numpy(sample.input_ids.astype(np.int64)),
-        loss_mask=torch.from_numpy(sample.loss_mask()),
-        context=torch.from_numpy(sample.context).view(torch.bfloat16),
-        last_hidden=torch.from_numpy(sample.last_hidden).view(torch.bfloat16),
-        last_rows=torch.from_numpy(sample.last_rows.astype(np.int64)),
-    )
+def _prepare_process(settings: TrainSettings) -> None:
+    # Softmax over a vocabulary is full of numbers next to zero; denormal ones cost a CPU a hundred times as much.
+    torch.set_flush_denormal(True)
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(settings.seed)

@@ -1,14 +1,18 @@
 """A training run as the driver sees it: Ray Train starts the workers, a board brings their metrics, errors come out as they were raised."""
 
+import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import checkpointing
 from actors.cluster import CPU_ENVIRONMENT
-from actors.errors import ActorError
+from actors.errors import ActorError, Stopped
 from actors.train_recipe import TrainRecipe
 from actors.trainer import Worker
 from drafters.errors import DrafterError
@@ -16,10 +20,11 @@ from storage.errors import StorageError
 
 
 class Board:
-    """Where rank 0 leaves metric rows for the driver. Metadata only."""
+    """Where rank 0 leaves metric rows for the driver, and learns whether to stop. Metadata only."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._stopping = False
 
     def post(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
@@ -28,38 +33,60 @@ class Board:
         rows, self._rows = self._rows, []
         return rows
 
+    def stop(self) -> None:
+        self._stopping = True
+
+    def stopping(self) -> bool:
+        return self._stopping
+
 
 BoardActor: Any = ray.remote(num_cpus=0)(Board)
 
 
+@dataclass(frozen=True)
+class Workers:
+    """How many workers, and what each of them takes."""
+
+    count: int
+    cpus: int
+    gpus: float
+
+
 def run_training(
     recipe: TrainRecipe,
-    workers: int,
-    cpus: int,
-    gpus: float,
+    workers: Workers,
     scratch: Path,
     on_row: Callable[[dict[str, Any]], None],
+    stop: threading.Event | None = None,
     max_failures: int = 3,
 ) -> None:
-    """Train to the last step, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
+    """Train to the end, from the newest checkpoint if there is one; `on_row` gets every metric row, in order.
+
+    Once `stop` is set, the workers write a checkpoint after the step that they are in, and this returns.
 
     Raises:
-        ActorError: there are more workers than samples in a batch, or the workers failed more than `max_failures` times.
         StorageError, DrafterError, ActorError: a worker's own; trying again would not help.
+        ActorError: the workers failed more than `max_failures` times without a new checkpoint in between.
     """
-    if recipe.settings.global_batch < workers:
-        raise ActorError(
-            f"train.global_batch={recipe.settings.global_batch} gives {workers} workers less than a sample each: raise it, "
-            "or lower workers.count"
-        )
-    board = BoardActor.remote()
-    for attempt in range(max_failures + 1):
-        failure = _fit(recipe, board, workers, cpus, gpus, scratch / str(attempt), on_row)
+    board = _local_board()
+    failures, step = 0, checkpointing.standing_of(recipe.run).step
+    for attempt in itertools.count():
+        failure = _fit(recipe, board, workers, scratch / str(attempt), on_row, stop)
         if failure is None:
             return
         told = _told(failure)
-        if attempt == max_failures or not isinstance(told, _Crashed):
+        if isinstance(told, Stopped) or (isinstance(told, _Crashed) and stop is not None and stop.is_set()):
+            return  # what is not in the last checkpoint is done again when the run goes on
+        reached = checkpointing.standing_of(recipe.run).step
+        failures, step = (1 if reached > step else failures + 1), reached
+        if failures > max_failures or not isinstance(told, _Crashed):
             raise told
+
+
+def _local_board() -> Any:
+    """On the driver's node: that of a worker may go at any time."""
+    node = ray.get_runtime_context().get_node_id()
+    return BoardActor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
 
 
 class _Crashed(ActorError):
@@ -67,7 +94,12 @@ class _Crashed(ActorError):
 
 
 def _fit(
-    recipe: TrainRecipe, board: Any, workers: int, cpus: int, gpus: float, scratch: Path, on_row: Callable[[dict[str, Any]], None]
+    recipe: TrainRecipe,
+    board: Any,
+    workers: Workers,
+    scratch: Path,
+    on_row: Callable[[dict[str, Any]], None],
+    stop: threading.Event | None,
 ) -> BaseException | None:
     """One start of the workers; returns what ended them early."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -77,9 +109,11 @@ def _fit(
         _worker,
         train_loop_config={"recipe": recipe, "board": board},
         scaling_config=ScalingConfig(
-            num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+            num_workers=workers.count,
+            use_gpu=workers.gpus > 0,
+            resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if workers.gpus else {})},
         ),
-        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo"),
         run_config=RunConfig(  # type: ignore[call-arg]  # mypy sees the first version of Ray Train, the second one runs
             name="train",
             storage_path=str(scratch),
@@ -99,6 +133,8 @@ def _fit(
     thread.start()
     while thread.is_alive():
         thread.join(timeout=0.5)
+        if stop is not None and stop.is_set():
+            board.stop.remote()
         for row in ray.get(board.take.remote()):
             on_row(row)
     for row in ray.get(board.take.remote()):

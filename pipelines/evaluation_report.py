@@ -19,6 +19,7 @@ from pipelines.drafters import Choice
 from pipelines.evaluate_config import EvaluateJob
 from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
+from pipelines.metrics_file import MetricsFile
 from pipelines.outcomes import Outcomes
 from pipelines.prompt_sets import HELDOUT, PromptSet, mini_note
 from pipelines.report_data import (
@@ -35,7 +36,6 @@ from pipelines.report_data import (
 )
 from pipelines.scores import by_domain, drafter_result, gains, score, taus, threshold_sweeps, timing
 from pipelines.target import Target
-from pipelines.train import MetricsFile
 
 
 @dataclass(frozen=True)

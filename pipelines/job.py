@@ -194,8 +194,8 @@ def _with_show(arguments: Sequence[str]) -> list[str]:
     return overrides
 
 
-def progress() -> Progress:
-    """A progress bar on stderr with count, rate text, elapsed and remaining time."""
+def progress(window_seconds: float = 30) -> Progress:
+    """A progress bar on stderr with count, rate text, elapsed and remaining time, the latter by the speed of so many last seconds."""
     return Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -204,6 +204,7 @@ def progress() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=notices,
+        speed_estimate_period=window_seconds,
     )
 
 

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from drafters.config import DrafterConfig
 from pipelines.cache import CacheJob
 from pipelines.evaluate import EvaluateJob
 from pipelines.job import Job, JobError
@@ -17,7 +18,7 @@ from pipelines.plan import PlanJob
 from pipelines.prepare import PrepareJob
 from pipelines.regenerate import RegenerateJob
 from pipelines.target import UnknownTarget, as_overrides, default_layer_ids, known_targets, mask_token_id
-from pipelines.train import TrainJob
+from pipelines.train_config import TrainJob
 
 CONF = Path(__file__).parent.parent / "conf"
 JOBS: dict[str, type[Job]] = {
@@ -28,6 +29,10 @@ JOBS: dict[str, type[Job]] = {
     "evaluate": EvaluateJob,
     "plan": PlanJob,
 }
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "vocab_size": 512, "captured_layers": 5, "mask_token_id": 1, "qk_norm": True, "activation": "silu"
+}  # fmt: skip
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
@@ -174,14 +179,21 @@ def test_every_target_composes_with_every_job(config: str, target: str) -> None:
     assert job.target.name == (target if target in known_targets() else "model")
 
 
+@pytest.mark.parametrize("target", known_targets())
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_composes(experiment: str) -> None:
-    for target in ("smollm2_135m", "qwen3_8b"):
-        job = TrainJob.from_config(composed("train", [f"target={target}", f"+experiment={experiment}"]))
-        assert job.run.name == experiment
-        settings = job.train.settings(samples=4096)
-        assert settings.steps > 0
-        assert (settings.weights.tv > 0) == experiment.startswith("dspark")
+def test_every_experiment_composes_for_every_target(experiment: str, target: str) -> None:
+    job = TrainJob.from_config(composed("train", [f"target={target}", f"+experiment={experiment}"]))
+    assert job.run.name == experiment
+    settings = job.train.settings(samples=4096)
+    assert settings.steps > 0
+    assert (settings.weights.tv > 0) == experiment.startswith("dspark")
+    states = {"captured_layers": 1} if experiment == "mtp1" else {}
+    shape = DrafterConfig.from_dict({**SHAPE, **states, **job.drafter.model_dump(exclude={"draft_vocab_size"})})
+    assert shape.kind.heads or settings.weights.confidence == 0
+    if target != "smollm2_135m":  # the released configs
+        assert (settings.learning_rate, settings.global_batch, settings.anchors, job.train.epochs) == (6e-4, 512, 512, 10)
+        assert (settings.warmup, settings.clip, settings.weight_decay, settings.schedule) == (0.04, 1.0, 0.0, "cosine")
+        assert job.drafter.num_layers == (1 if shape.chain else 5)
 
 
 @pytest.mark.parametrize("config", JOBS)
@@ -222,6 +234,12 @@ def test_a_value_that_is_missing_is_named() -> None:
         ("regenerate", "generator.max_length=0", "generator.max_length"),
         ("train", "workers.count=0", "workers.count"),
         ("train", "train.learning_rate=-1", "train.learning_rate"),
+        ("train", "train.schedule=linear", "train.schedule"),
+        ("train", "train.patience=0", "train.patience"),
+        ("train", "train.keep_checkpoints=0", "train.keep_checkpoints"),
+        ("train", "train.ema=1", "train.ema"),
+        ("train", "train.parallel=tensor", "train.parallel"),
+        ("train", "train.compile=perhaps", "train.compile"),
         ("evaluate", "evaluate.actors=0", "evaluate.actors"),
         ("evaluate", "evaluate.dtype=float16", "evaluate.dtype"),
         ("prepare", "corpus.heldout_share=1.5", "corpus.heldout_share"),

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +16,13 @@ import torch.multiprocessing as mp
 from storage_cases import hidden_states, identity
 from tiny_models import HIDDEN, LAYERS, VOCABULARY, write_tiny_model
 
+from actors import batches
+from actors.batches import to_tensors
 from actors.errors import ActorError
+from actors.optimization import schedule
 from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings
-from actors.trainer import Worker, schedule
-from actors.training import run_training
+from actors.trainer import Worker
+from drafters.batch import SampleTensors
 from drafters.config import config_from_target
 from drafters.losses import LossWeights
 from storage.checkpoint import load_checkpoint
@@ -57,18 +60,18 @@ SETTINGS = TrainSettings(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
+@pytest.fixture(autouse=True, name="one_thread")
+def with_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", name="model")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("target"), "llama")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> ObjectStore:
+@pytest.fixture(scope="module", name="cache")
+def random_cache(tmp_path_factory: pytest.TempPathFactory) -> ObjectStore:
     return write_cache(ObjectStore(StorageSettings(str(tmp_path_factory.mktemp("cache")))))
 
 
@@ -77,15 +80,15 @@ def contract() -> Contract:
     return Contract(target, Capture(layer_ids=LAYER_IDS, max_length=128, codec="raw"))
 
 
-def write_cache(store: ObjectStore) -> ObjectStore:
-    """Rows of different length with random states, the last two thirds supervised."""
+def write_cache(store: ObjectStore, short: Sequence[int] = ()) -> ObjectStore:
+    """Rows of different length with random states, the last two thirds supervised (only a token, too little for an anchor, in `short`)."""
     case = contract()
     ensure_contract(store, case)
     with ShardWriter(store, case, 60_000) as writer:
         for index in range(ROWS):
             rng = np.random.default_rng(index)
             length = 18 + 2 * index
-            spans = np.array([[length // 3, length]], np.int32)
+            spans = np.array([[length // 3, length // 3 + 1 if index in short else length]], np.int32)
             rows = supervised_rows(spans, length, "supervised")
             sample = Sample(
                 row_id=f"row-{index}",
@@ -106,8 +109,8 @@ def write_cache(store: ObjectStore) -> ObjectStore:
 Make = Callable[..., TrainRecipe]
 
 
-@pytest.fixture
-def make(cache: ObjectStore, model: Path, tmp_path: Path) -> Make:
+@pytest.fixture(name="make")
+def recipe_maker(cache: ObjectStore, model: Path, tmp_path: Path) -> Make:
     """Recipes over the module's cache; each name has a run folder of its own."""
 
     def recipe(name: str = "run", cache: ObjectStore = cache, **changes: Any) -> TrainRecipe:
@@ -142,12 +145,11 @@ class Recording(Worker):
         super().__init__(recipe, None, rank, world)
         self.rows: list[dict[str, float]] = []
 
-    def _post(self, totals: Any, prefix: str = "", **also: float) -> None:
-        values = {f"{prefix}{name}": value for name, value in totals.means(self._sum_over_ranks).items()}
-        self.rows.append({"step": self.step, **also, **values})
+    def _post(self, row: dict[str, float]) -> None:
+        self.rows.append({"step": self.step, **row})
 
-    def _save(self) -> None:
-        super()._save()
+    def _save(self, together: bool = True) -> None:
+        super()._save(together)
         if self.step == self.stop_at:
             raise KeyboardInterrupt
 
@@ -234,11 +236,6 @@ def test_another_number_of_workers_reads_the_same_samples(make: Make) -> None:
     assert {len(share) for share in shares} == {6, 12}  # of four samples a step, one rank takes two
 
 
-def test_fewer_samples_than_workers_are_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ActorError, match=r"train\.global_batch=4 gives 5 workers"):
-        run_training(make(), 5, 1, 0, tmp_path, lambda row: None)
-
-
 def test_a_corrupt_sample_stops_with_shard_and_row(make: Make, tmp_path: Path) -> None:
     broken = write_cache(ObjectStore(StorageSettings(str(tmp_path / "broken"))))
     shards = sorted((tmp_path / "broken" / "shards").iterdir())
@@ -251,13 +248,27 @@ def test_a_corrupt_sample_stops_with_shard_and_row(make: Make, tmp_path: Path) -
     assert any(shard.name in str(raised.value) for shard in shards)
 
 
-def test_a_gradient_that_is_not_finite_stops_and_keeps_the_checkpoint(make: Make) -> None:
+def test_a_step_that_is_not_finite_stops_and_keeps_the_checkpoint(make: Make) -> None:
     recipe = make(learning_rate=1e30, checkpoint_every=1)
-    with pytest.raises(ActorError, match=r"gradient at step \d+ is not finite .*train.learning_rate"):
+    with pytest.raises(ActorError, match=r"(gradient|loss) .*at step \d+ is not finite\. Rows: row-.*train.learning_rate"):
         Recording(recipe).run()
     tensors, files = load_checkpoint(recipe.run, CHECKPOINTS)
     assert files["state"]["step"] >= 1
     assert all(torch.isfinite(tensor).all() for name, tensor in tensors.items() if name.startswith("drafter/"))
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_row(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(sample: Sample) -> SampleTensors:
+        tensors = to_tensors(sample)
+        if sample.row_id == "row-7":
+            tensors.context[0, 0] = math.nan
+        return tensors
+
+    monkeypatch.setattr(batches, "to_tensors", poisoned)
+    worker = Recording(make(steps=20, micro_batch=1))
+    assert "row-7" in ids(worker.training)
+    with pytest.raises(ActorError, match=r"the loss at step \d+ is not finite\. Rows: row-7\. .*pipelines.cache --verify"):
+        worker.run()
 
 
 def test_schedule_rises_and_falls_to_zero() -> None:
@@ -269,6 +280,14 @@ def test_schedule_rises_and_falls_to_zero() -> None:
     assert values[100] == pytest.approx(0.0)
     assert schedule(0, 1, 0.0) == 1.0
     assert all(math.isfinite(schedule(step, 1, 0.5)) for step in range(2))
+
+
+def test_wsd_is_stable_and_then_falls_over_its_last_share() -> None:
+    values = [schedule(step, 100, 0.1, "wsd", 0.3) for step in range(101)]
+    assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert values[10:71] == [1.0] * 61
+    assert values[70:] == pytest.approx([1 - math.sqrt(step / 30) for step in range(31)])
+    assert all(0 <= schedule(step, 3, 0.9, "wsd", 1.0) <= 1 for step in range(4))
 
 
 def test_held_out_rows_do_not_depend_on_the_order_of_caching(cache: ObjectStore) -> None:

@@ -1,0 +1,233 @@
+"""Training killed with -9 at random moments, twenty in all: a process, a Ray worker, the driver, a node. The weights are those of an
+undisturbed run, bit for bit. And SIGTERM, which loses nothing at all."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from pipeline_runs import Workshop, run, start, write_rows
+from test_pipelines_chains import write_cache as write_pipeline_cache
+from test_trainer import Make, Recording, random_cache, recipe_maker, tiny_target, trained, with_one_thread  # noqa: F401  # fixtures
+from tiny_models import write_tiny_model
+
+from actors import checkpointing
+from actors.cluster import ClusterSettings, cluster
+from actors.train_recipe import TrainRecipe
+from actors.training import Workers, run_training
+from storage.object_store import ObjectStore, StorageSettings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+CHANGES = {"checkpoint_every": 5, "score_every": 20, "log_every": 10, "ema": 0.9, "heldout_rows": 1}
+ONE = Workers(1, 1, 0.0)
+
+
+def same(recipe: TrainRecipe, whole: TrainRecipe) -> None:
+    """Last and best checkpoint of both runs are equal; the runs are at their end."""
+    for which in ("last", "best"):
+        ours, theirs = (checkpointing.load(one.run, which) for one in (recipe, whole))
+        assert ours is not None
+        assert theirs is not None
+        assert ours.standing == theirs.standing
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        assert [name for name, tensor in theirs.tensors.items() if not torch.equal(ours.tensors[name], tensor)] == []
+
+
+def train_in_process(recipe: TrainRecipe) -> None:
+    torch.set_num_threads(1)
+    Recording(recipe).run()
+
+
+def test_a_process_killed_twelve_times(make: Make) -> None:
+    changes = {**CHANGES, "steps": 300, "checkpoint_every": 3}
+    whole, recipe = make("whole", **changes), make("killed", **changes)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_trainer"])
+    train = context.Process(target=train_in_process, args=(whole,))
+    started = time.monotonic()
+    train.start()
+    train.join()
+    duration, dice, kills, steps = time.monotonic() - started, random.Random(1), 0, [0]
+    while kills < 12:
+        train = context.Process(target=train_in_process, args=(recipe,))
+        train.start()
+        train.join(timeout=dice.uniform(0.02, 0.25) * duration)
+        train.kill()
+        train.join()
+        assert train.exitcode == -signal.SIGKILL, "killed while it was at work"
+        kills += 1
+        steps.append(checkpointing.standing_of(recipe.run).step)
+    assert len(set(steps)) > 4, f"the kills hit the run at different places: {steps}"
+    train_in_process(recipe)
+    same(recipe, whole)
+
+
+def training_workers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RayTrainWorker" in (process.cmdline() or [""])[0]:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def disturbing(recipe: TrainRecipe, times: int, disturb: Callable[[], None]) -> Iterator[list[int]]:
+    """Call `disturb` that often, each time some moments after a new checkpoint; the steps at which it was called."""
+    dice, at, end = random.Random(2), [], threading.Event()
+
+    def body() -> None:
+        step = 0
+        for _ in range(times):
+            while not end.is_set() and (reached := checkpointing.standing_of(recipe.run).step) <= step:
+                time.sleep(0.05)
+            time.sleep(dice.random())
+            if end.is_set():
+                return
+            step = reached
+            at.append(step)
+            disturb()
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    try:
+        yield at
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_ray_worker_killed_three_times(make: Make, tmp_path: Path) -> None:
+    changes = {**CHANGES, "steps": 500}
+    whole, recipe = make("whole", **changes), make("killed", **changes)
+    trained(whole)
+    with cluster(ClusterSettings(cpus=1)):
+
+        def kill() -> None:
+            for process in training_workers():
+                process.kill()
+
+        with disturbing(recipe, 3, kill) as at:
+            run_training(recipe, ONE, tmp_path / "scratch", lambda row: None)
+    assert len(at) == 3, at
+    same(recipe, whole)
+
+
+def test_a_node_killed_twice(make: Make, tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    changes = {**CHANGES, "steps": 500}
+    whole, recipe = make("whole", **changes), make("killed", **changes)
+    trained(whole)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+
+    def kill() -> None:
+        """The node on which training runs, with all its processes; another one comes."""
+        parents = {process.ppid() for process in training_workers()}
+        for node in list(workers):
+            if node.all_processes["raylet"][0].process.pid in parents:
+                workers.remove(node)
+                for child in psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
+                nodes.remove_node(node, allow_graceful=False)
+                workers.append(nodes.add_node(num_cpus=1, wait=False))
+
+    try:
+        with disturbing(recipe, 2, kill) as at:
+            run_training(recipe, ONE, tmp_path / "scratch", lambda row: None)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+    assert len(at) == 2, at
+    same(recipe, whole)
+
+
+# The driver, as a person runs it
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    shop = Workshop(tmp_path_factory.mktemp("shop"))
+    write_tiny_model(shop.folder / "tiny llama", "llama")
+    write_rows(shop.folder / "prompts.jsonl", [{"prompt": "What is 1?"}])
+    write_rows(shop.folder / "heldout.jsonl", [{"prompt": "Name 2 colours."}])
+    write_pipeline_cache(shop, "supervised")
+    return shop
+
+
+OPTIONS = ["train.steps=600", "train.checkpoint_every=5", "train.score_every=50", "train.log_every=10", "train.ema=0.9"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shop: Workshop) -> bytes:
+    run("train", shop.overrides("train", *OPTIONS, "run.name=undisturbed", "tracking=none"))
+    return weights(shop, "undisturbed")
+
+
+def weights(shop: Workshop, name: str) -> bytes:
+    return (shop.stored / "runs" / name / "drafter" / "model.safetensors").read_bytes()
+
+
+def step_of(shop: Workshop, name: str) -> int:
+    return checkpointing.standing_of(ObjectStore(StorageSettings(str(shop.stored / "runs" / name)))).step
+
+
+def started(shop: Workshop, name: str) -> "subprocess.Popen[str]":
+    """The job, once it has written another checkpoint."""
+    before = step_of(shop, name)
+    process = start("train", shop.overrides("train", *OPTIONS, f"run.name={name}"))
+    while step_of(shop, name) <= before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return process
+
+
+def test_the_driver_killed_three_times(shop: Workshop, undisturbed: bytes) -> None:
+    dice, steps = random.Random(3), []
+    for whole_family in (False, True, False):
+        process = started(shop, "killed")
+        time.sleep(dice.random())
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
+        for member in family if whole_family else []:
+            with contextlib.suppress(psutil.Error):
+                member.kill()
+        assert process.wait() == -signal.SIGKILL
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert alive == [], "Ray and its workers go with the driver"
+        steps.append(step_of(shop, "killed"))
+    assert sorted(steps) == steps
+    assert steps[-1] < 600
+    result, _ = run("train", shop.overrides("train", *OPTIONS, "run.name=killed"))
+    assert 0 < result["steps_now"] < 600
+    assert weights(shop, "killed") == undisturbed
+    folders = list((shop.stored / "runs" / "killed" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 4
+    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1, "one W&B run, continued"
+
+
+def test_sigterm_loses_nothing(shop: Workshop, undisturbed: bytes) -> None:
+    process = started(shop, "stopped")
+    process.terminate()
+    output, errors = process.communicate(timeout=120)
+    step = step_of(shop, "stopped")
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert "result:" not in output
+    assert errors.splitlines()[-1] == f"stopped at step {step} of 600: run the same command again to go on"
+    result, _ = run("train", shop.overrides("train", *OPTIONS, "run.name=stopped"))
+    assert result["steps_now"] == 600 - step
+    assert weights(shop, "stopped") == undisturbed
