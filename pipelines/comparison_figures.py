@@ -110,8 +110,8 @@ def block_figure(results: Sequence[DrafterResult], costs: Sequence[HeadCost]) ->
             points = sorted((r.block_length, 100 * cost.overhead) for cost, r in measured if (r.kind, r.layers) == line)
             if points:
                 colour, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
-                panels[1].plot(*zip(*points, strict=True), color=colour, marker=marker, label=line[0])
-        panels[1].set(xlabel="block length (draft tokens)", ylim=(0, None))
+                panels[1].plot(*zip(*points, strict=True), color=colour, marker=marker, label=f"{line[0]}, layers {line[1]}")
+        panels[1].set(xlabel="block length (draft tokens)", ylim=(0, None), xticks=sorted({result.block_length for _, result in measured}))
         panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
         panels[1].set_title(f"Sequential head's part of a round, batch {costs[0].batch}")
         panels[1].legend(loc="best")

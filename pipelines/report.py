@@ -170,6 +170,7 @@ class Comparison:
     title: str
     about: str
     draw: Callable[[], figures.Figure]
+    wide: bool = False  # several panels side by side
 
 
 def comparisons(report: EvaluationReport) -> list[Comparison]:
@@ -182,17 +183,18 @@ def comparisons(report: EvaluationReport) -> list[Comparison]:
     if len(drafting) > 1:
         about = "Accepted given all before were, by draft position."
         draw = partial(comparison.domain_acceptance_figure, results)
-        found.append(Comparison("drafters_by_domain", "Acceptance by domain", about, draw))
+        found.append(Comparison("drafters_by_domain", "Acceptance by domain", about, draw, wide=True))
     if comparison.has_depths(results):
         about = "Macro average over benchmarks, 95 % intervals."
         found.append(Comparison("depth", "Accepted length and depth", about, partial(comparison.depth_figure, results)))
     if comparison.has_block_lengths(results):
         about = "Macro average over benchmarks, 95 % intervals; the cost is measured apart, at the stated batch."
         draw = partial(comparison.block_figure, results, report.head_costs)
-        found.append(Comparison("block_length", "Accepted length and block length", about, draw))
+        found.append(Comparison("block_length", "Accepted length and block length", about, draw, wide=bool(report.head_costs)))
     if report.sweeps:
         about = "Drafts cut before the first slot below the threshold, replayed on rounds in which whole blocks were verified."
-        found.append(Comparison("thresholds", "Confidence threshold", about, partial(comparison.threshold_figure, report.sweeps)))
+        draw = partial(comparison.threshold_figure, report.sweeps)
+        found.append(Comparison("thresholds", "Confidence threshold", about, draw, wide=True))
     return found
 
 
@@ -201,10 +203,10 @@ def _inline_figures(report: EvaluationReport) -> dict[str, object]:
     for kind, title in figures.KIND_TITLES.items():
         svg = figures.to_svg(figures.acceptance_figure(report.acceptance, (kind,)), f"acceptance-{kind}", f"{title}, by draft position")
         acceptance.append({"title": title, "svg": svg})
-    compared = [
-        {"title": part.title, "about": part.about, "svg": figures.to_svg(part.draw(), f"compared-{part.name}", part.title)}
-        for part in comparisons(report)
-    ]
+    compared = []
+    for part in comparisons(report):
+        svg = figures.to_svg(part.draw(), f"compared-{part.name}", part.title)
+        compared.append({"title": part.title, "about": part.about, "wide": part.wide, "svg": svg})
     drawn: dict[str, object] = {"acceptance": acceptance, "compared": compared, "domains": "", "training": "", "stages": ""}
     if report.domains:
         drawn["domains"] = figures.to_svg(figures.tau_figure(report.domains), "domains-tau", "Accepted length by domain")
@@ -236,7 +238,7 @@ def _tiles(report: EvaluationReport) -> list[Tile]:
     ]
     if report.drafters and len(report.drafters[0].benchmarks) > 1:
         macro = report.drafters[0].tau_macro
-        tiles.insert(1, Tile("τ macro", f"{macro.value:.2f}", f"mean over benchmarks{_interval(macro)}"))
+        tiles[1] = Tile("τ macro", f"{macro.value:.2f}", f"mean over benchmarks{_interval(macro)}")
     if first:
         tiles.append(Tile("first draft token", _percent(first), "accepted by the target"))
     tiles.append(Tile("prompts", f"{report.prompts:,}", f"{report.tokens:,} tokens in {report.rounds:,} rounds"))

@@ -230,6 +230,7 @@ def test_the_page_compares_and_shows_what_was_rejected():
     assert "draft token 2 of 4, rejected" in rejected[0]["title"]
     assert "with it fell “xy”" in rejected[0]["title"]
     assert evil in page.text
+    assert "safe }}" not in page.text
     for words in ("dspark over dflash", "macro", "mt-bench", "Confidence threshold", "prompts of 4 benchmarks"):
         assert words in page.text
     assert {part.name for part in comparisons(report)} == {"benchmarks", "drafters_by_domain", "depth", "block_length", "thresholds"}
