@@ -8,10 +8,10 @@ import torch
 from pipelines.machine_checks import usable_cores
 
 
-def engine_count(count: int | None, gpus: float | None, threads: int) -> tuple[int, float]:
-    """(engines, GPUs each): as asked, else one for each GPU, else one for each `threads` CPU cores."""
+def engine_count(count: int | None, gpus: float | None, threads: int, tensor_parallel: int = 1) -> tuple[int, float]:
+    """(engines, GPUs each): as asked, else one for each `tensor_parallel` GPUs, else one for each `threads` CPU cores."""
     available = torch.cuda.device_count()
-    each = (1.0 if available else 0.0) if gpus is None else gpus
+    each = float(tensor_parallel if available else 0) if gpus is None else gpus
     if count is not None:
         return count, each
     if available:

@@ -132,7 +132,7 @@ def answerers(job: RegenerateJob, target: Target, settings: GeneratorSettings, a
             for url in generator.endpoints
         ]
         return endpoint_answerers(endpoints, target.template, sampling, settings, answers)
-    actors, gpus = engine_count(generator.actors, generator.gpus, generator.threads)
+    actors, gpus = engine_count(generator.actors, generator.gpus, generator.threads, generator.tensor_parallel)
     engine = EngineSettings(
         model=str(target.folder),
         layer_ids=target.layer_ids,

@@ -1,0 +1,27 @@
+"""How many engines a machine gets, and how many GPUs each."""
+
+import pytest
+import torch
+
+from pipelines import machine
+from pipelines.machine import engine_count
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "expected"),
+    [
+        (8, (None, None, 1, 1), (8, 1.0)),
+        (8, (None, None, 1, 4), (2, 4.0)),
+        (2, (None, None, 1, 4), (1, 4.0)),  # Ray then says what it waits for
+        (8, (3, None, 1, 2), (3, 2.0)),
+        (8, (None, 0.5, 1, 1), (16, 0.5)),
+        (0, (None, None, 2, 1), (3, 0.0)),
+        (0, (5, None, 2, 1), (5, 0.0)),
+    ],
+)
+def test_engines_share_the_gpus_by_the_size_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, there: int, asked: tuple[int | None, float | None, int, int], expected: tuple[int, float]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
+    assert engine_count(*asked) == expected
