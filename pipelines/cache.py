@@ -148,6 +148,7 @@ def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: Answ
         codec=job.cache.codec,
         last_hidden_rows=job.cache.last_hidden_rows,
         mask_rule=mask_rule(job.cache.keep_truncated, not producer.one_pass and SETTING in answers.stored_settings()),
+        mask_token_id=target.mask_token_id,
     )
     return CacheRecipe(
         cache=cache,

@@ -39,6 +39,11 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
             f"{cache.settings.root} holds layers {list(contract.capture.layer_ids)}, this run asks for {list(target.layer_ids)}. "
             f"Use target.layer_ids={list(contract.capture.layer_ids)}, or build another cache."
         )
+    if contract.capture.mask_token_id not in (None, target.mask_token_id):
+        raise JobError(
+            f"{cache.settings.root} leaves out rows with mask token {contract.capture.mask_token_id}, not those with this run's, "
+            f"{target.mask_token_id}. Use target.mask_token={contract.capture.mask_token_id}, or build another cache."
+        )
     options = job.drafter.model_dump(exclude={"draft_vocab_size"})
     if job.train.follow:
         if job.drafter.draft_vocab_size is not None:

@@ -49,6 +49,7 @@ class Capture:
         max_length: tokens of the longest stored sample.
         codec: raw, lossless or fp8.
         last_hidden_rows: `supervised` keeps the rows whose next token is supervised, `all` keeps every row (MTP-1).
+        mask_token_id: the drafters' "not yet known": rows that hold it are left out. None in caches that were built before it was kept.
     """
 
     layer_ids: tuple[int, ...]
@@ -59,6 +60,7 @@ class Capture:
     layer_convention: str = LAYER_CONVENTION
     last_hidden: Literal["before_final_norm"] = "before_final_norm"
     dtype: Literal["bfloat16"] = "bfloat16"
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Contract:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = CONTRACT_KEY) -> "Contract":
-        """Parse strictly: every field present, of its type, and none unknown; StorageError names what is wrong `where`."""
+        """Parse strictly: every field of its type, none unknown, none absent but those that came later; StorageError says what is wrong."""
         return record_from_json(cls, _parse(text, where), where)
 
 
@@ -167,12 +169,14 @@ def _build(kind: Any, value: Any, where: str, name: str) -> Any:
             raise StorageError(f"{where}: {name or 'the document'} must be an object")
         hints, names = typing.get_type_hints(kind), {field.name for field in fields(kind)}
         prefix = f"{name}." if name else ""
-        if names != value.keys():
-            missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
+        # A field that defaults to None may be absent: the document was written before there was that field.
+        later = {field.name for field in fields(kind) if field.default is None}
+        missing, unknown = sorted(names - value.keys() - later), sorted(value.keys() - names)
+        if missing or unknown:
             problems = [f"lacks {', '.join(prefix + n for n in missing)}"] * bool(missing)
             problems += [f"has unknown {', '.join(prefix + n for n in unknown)}"] * bool(unknown)
             raise StorageError(f"{where} {' and '.join(problems)}: it is damaged or was written by another version")
-        return kind(**{n: _build(hints[n], value[n], where, prefix + n) for n in names})
+        return kind(**{n: _build(hints[n], value[n], where, prefix + n) for n in names & value.keys()})
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         valid = value in args
@@ -216,6 +220,8 @@ def _mistakes(contract: Contract) -> list[str]:
         found.append(f"capture.last_hidden_rows must be 'supervised' or 'all', not {capture.last_hidden_rows!r}")
     if capture.last_hidden != "before_final_norm" or capture.dtype != "bfloat16":
         found.append("capture.last_hidden must be 'before_final_norm' and capture.dtype 'bfloat16'")
+    if capture.mask_token_id is not None and not 0 <= capture.mask_token_id < target.embedding_rows:
+        found.append(f"capture.mask_token_id must be an embedding row below {target.embedding_rows}, not {capture.mask_token_id}")
     if target.vocab_size > target.embedding_rows:
         found.append(f"target.vocab_size {target.vocab_size} exceeds target.embedding_rows {target.embedding_rows}")
     if contract.schema_version != SCHEMA_VERSION:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pipeline_runs import ENVIRONMENT, JOBS, Here, Workshop, result_of, run, sta
 from s3_server import S3Server
 from tiny_models import write_tiny_model
 
+from actors.ledger import FailedRange, LedgerStatus
 from storage.object_store import ObjectStore, StorageSettings
 
 pytestmark = pytest.mark.timeout(900)  # the chain is one fixture: its seconds count for the first test
@@ -133,6 +135,19 @@ def test_cache_by_transformers_and_training_on_s3(chain: Chain, s3: S3Server, tm
     assert trained["drafter"].startswith("s3://")
     assert remote.exists("tiny_llama/jsonl/runs/first/drafter/model.safetensors")
     assert not list(tmp_path.rglob("*.arrow")), "no part of the cache on the local disk"
+
+
+def test_rows_that_failed_are_told_and_end_the_job_with_1(chain: Chain, here: Here, tmp_path: Path) -> None:
+    shop = copied(chain.shop, tmp_path)
+    for path in [*(shop.stored / "cache" / "commits").iterdir(), *(shop.stored / "cache").glob("manifest-*")]:
+        path.unlink()
+    status = LedgerStatus(16, 13, 13, 0, 400, 10_000, failed=(FailedRange(4, 7, "its producer died: killed"),))
+    here.patch.setattr("pipelines.cache.cluster", lambda settings: nullcontext())
+    here.patch.setattr("pipelines.cache.run_cache", lambda *given: (status, []))
+    code, output, errors = here.run("cache", shop.overrides("cache", f"target={chain.shop.folder / 'tiny llama'}"))
+    assert code == 1, errors
+    assert "rows 4-6: its producer died: killed" in " ".join(output.split())
+    assert result_of(output)["failed"] == [{"start": 4, "stop": 7, "reason": "its producer died: killed"}]
 
 
 def test_stat_says_what_is_in_the_cache(chain: Chain, here: Here) -> None:
@@ -310,7 +325,9 @@ def test_evaluate_before_train(chain: Chain, here: Here) -> None:
         ("cache", "cache.max_length=96", ["capture.max_length", "128", "96"]),
         ("cache", "cache.codec=raw", ["capture.codec", "lossless", "raw"]),
         ("cache", "target.layer_ids=[1,3]", ["capture.layer_ids"]),
+        ("cache", "target.mask_token=7", ["capture.mask_token_id", "318", "7"]),
         ("train", "target.layer_ids=[1,3]", ["layers", "[1, 3]", "target.layer_ids=[1, 2, 3, 4, 5]"]),
+        ("train", "target.mask_token=7", ["mask token 318", "this run's, 7", "target.mask_token=318"]),
         ("train", "train.anchors=5", ["settings.anchors", "there 4, now 5", "run.name"]),
         ("train", "drafter.head_rank=4", ["drafter.head_rank", "there 8, now 4"]),
         ("train", "train.steps=7", ["settings.steps"]),

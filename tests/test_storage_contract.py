@@ -38,6 +38,7 @@ CHANGED = {
     "last_hidden_rows": "all",
     "mask_rule": "everything",
     "layer_convention": "another",
+    "mask_token_id": 7,
 }
 
 
@@ -93,6 +94,14 @@ def test_an_edited_contract_is_noticed(store):
             ensure_contract(store, contract())
 
 
+def test_a_contract_from_before_the_mask_token_was_kept_is_read(store):
+    ours = with_capture(contract(), mask_token_id=5)
+    store.put(CONTRACT_KEY, ours.to_json().replace(',\n    "mask_token_id": 5', "").encode())
+    assert load_contract(store) == contract()
+    with pytest.raises(ContractMismatch, match=r"capture\.mask_token_id: .*cache has None, this run 5"):
+        ensure_contract(store, ours)
+
+
 def test_a_missing_contract_says_how_to_get_one(store):
     with pytest.raises(StorageError, match=r"not a target cache.*make cache"):
         load_contract(store)
@@ -109,6 +118,7 @@ def test_a_missing_contract_says_how_to_get_one(store):
         ({"max_length": 1}, "max_length"),
         ({"last_hidden_rows": "some"}, "last_hidden_rows"),
         ({"last_hidden": "after_final_norm"}, "before_final_norm"),
+        ({"mask_token_id": 1024}, "below 1024"),
     ],
 )
 def test_impossible_contracts_are_refused(changes, message):
