@@ -16,6 +16,7 @@ from actors.producer import Producer
 from actors.rows import CacheRecipe
 from storage.errors import StorageUnavailable
 from storage.manifest import Manifest
+from storage.object_store import ObjectStore
 
 COMPACT_COMMITS = 1000  # a ledger that starts anew reads as many commits one by one, at most
 _GRACE_SECONDS = 30.0  # for producers to notice that all is done
@@ -65,11 +66,18 @@ def run_cache(
     status = committed_status(recipe.cache, rows)
     if status.done == rows:
         return status, []
-    with suppress(StorageUnavailable):  # a permission of its own, and only a matter of space
-        recipe.cache.abort_uploads("shards/")
+    _abort_uploads(recipe.cache)
     ledger = CacheLedger.options(**LEDGER_OPTIONS).remote(recipe.cache, rows, ledger_settings)
     wanted = min(recipe.settings.producers, -(-status.open // ledger_settings.lease_rows))
-    return _Pool(recipe, ledger, on_status, max_deaths * wanted).run(wanted)
+    status, reports = _Pool(recipe, ledger, on_status, max_deaths * wanted).run(wanted)
+    _abort_uploads(recipe.cache)
+    return status, reports
+
+
+def _abort_uploads(cache: ObjectStore) -> None:
+    """Parts of what killed producers were sending are stored, and paid for, until someone aborts the upload."""
+    with suppress(StorageUnavailable):  # a permission of its own, and only a matter of space
+        cache.abort_uploads("shards/")
 
 
 @dataclass

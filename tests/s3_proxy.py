@@ -1,17 +1,20 @@
 """An HTTP proxy in front of the S3 server that spoils chosen requests as networks, servers and credential services do."""
 
 import http.client
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+import psutil
 from s3_server import S3Server
 
 KINDS = ("500", "503", "timeout", "slow", "short", "cut", "lost", "refused", "garbled", "expired")
@@ -32,14 +35,18 @@ class Fault:
         refused         the connection breaks before the request is read
         garbled         one bit of the request's body flips on its way
         expired, skewed, denied   403 with S3's codes for these
+        killed          the process that asks is killed, and nothing is carried out
+        killed after    the request is carried out, then the process that asked is killed
     method, path: regular expressions; path includes the query.
     times: how many requests it hits.
+    also: called at that moment.
     """
 
     kind: str
     method: str = ".*"
     path: str = ".*"
     times: int = 1
+    also: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -55,19 +62,19 @@ class Proxy:
     hits: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def choose(self, method: str, path: str) -> str:
-        """The fault of this request; empty for none."""
+    def choose(self, method: str, path: str) -> Fault:
+        """The fault of this request; one of no kind if there is none."""
         with self.lock:
             for fault in self.faults:
                 if fault.times and re.fullmatch(fault.method, method) and re.search(fault.path, path):
                     fault.times -= 1
                     self.hits[fault.kind] += 1
-                    return fault.kind
+                    return fault
             if self.draw.random() < self.rate:
                 kind = self.draw.choice(self.kinds)
                 self.hits[kind] += 1
-                return kind
-            return ""
+                return Fault(kind)
+            return Fault("")
 
 
 @contextmanager
@@ -95,13 +102,23 @@ _CODES = {
 }
 
 
+def kill_client(port: int) -> None:
+    """Kill the process whose connection begins at that local port."""
+    (process,) = {c.pid for c in psutil.net_connections("tcp4") if c.laddr.port == port and c.pid not in (None, os.getpid())}
+    os.kill(process, signal.SIGKILL)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _serve(self) -> None:
         found: Proxy = self.server.proxy  # type: ignore[attr-defined]
-        kind = found.choose(self.command, self.path)
-        if kind == "refused":
+        fault = found.choose(self.command, self.path)
+        kind = fault.kind
+        fault.also()
+        if kind == "killed":
+            kill_client(self.client_address[1])
+        if kind in ("refused", "killed"):
             self._hang_up()
             return
         if "100-continue" in self.headers.get("Expect", ""):
@@ -122,7 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
             spoiled[len(spoiled) // 2] ^= 4
             body = bytes(spoiled)
         status, headers, answer = self._forward(found.upstream, body)
-        if kind == "lost":
+        if kind == "killed after":
+            kill_client(self.client_address[1])
+        if kind in ("lost", "killed after"):
             self._hang_up()
         elif kind == "short" and "Range" in self.headers:
             self._answer(status, headers, answer[: len(answer) // 2])

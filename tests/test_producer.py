@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray import cloudpickle
 from s3_proxy import Fault, proxy
 from s3_server import S3Server
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from actors.producer import ByteBudget
 from actors.rows import CacheRecipe, ProducerSettings, batches
 from corpus.answers import AnsweredRow
 from corpus.template import ChatTemplate
+from storage import object_store
 from storage.commits import read_commits
 from storage.contract import Capture, Contract, ensure_contract
 from storage.errors import StorageUnavailable
@@ -50,6 +52,7 @@ DEADLY = 8
 @pytest.fixture(scope="module")
 def running_ray(s3: S3Server) -> Iterator[None]:
     """Ray for this module; started after the S3 server, so that its workers inherit the credentials."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test's classes
     with cluster(ClusterSettings("local", cpus=4)):
         yield
 
@@ -191,40 +194,57 @@ def processes(kind: str) -> list[psutil.Process]:
     return found
 
 
-class Killer(threading.Thread):
-    """Kills a producer when the first lease is committed, the ledger some commits later, then both; notes every producer that it sees."""
+class InParts(ProducerActor):
+    """Sends even these small shards in several parts."""
 
-    def __init__(self, commits: Path) -> None:
-        super().__init__(daemon=True)
-        self.commits, self.victims = commits, [(1, "Producer"), (4, "Ledger"), (8, "Producer"), (8, "Ledger")]
-        self.before = {process.pid for kind in ("Producer", "Ledger") for process in processes(kind)}
-        self.producers: set[int] = set()
+    def __init__(self, name: str, recipe: CacheRecipe) -> None:
+        object_store.MULTIPART_BYTES = 10_000
+        super().__init__(name, recipe)
 
-    def run(self) -> None:
-        while self.victims:
-            if self.commits.is_dir() and len(list(self.commits.glob("*.json"))) >= self.victims[0][0]:
-                victims = [process.pid for process in processes(self.victims[0][1]) if process.pid not in self.before]
-                if victims:  # else it has just been killed, and is not back yet
-                    os.kill(victims[0], signal.SIGKILL)
-                    self.victims.pop(0)
+
+def unfinished_uploads(store: ObjectStore) -> list[str]:
+    """Keys of multi-part uploads that were neither finished nor aborted."""
+    bucket, _, prefix = store.settings.root.removeprefix("s3://").partition("/")
+    listed = store._connection.filesystem().call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+    return [upload["Key"] for upload in listed.get("Uploads", [])]
+
+
+def test_every_row_is_cached_once_on_s3_though_producers_and_the_ledger_are_killed(running_ray, model, s3, monkeypatch):
+    """Real processes, killed at the very request that they send to the store, before or after it is carried out."""
+    monkeypatch.setattr(caching, "TargetProducer", ray.remote(max_restarts=0)(InParts))
+    earlier = {process.pid for process in processes("Ledger")}
+    together: list[int] = []
+    left: list[list[str]] = []
+
+    def kill_ledger() -> None:
+        deadline = time.monotonic() + 60
+        while not together and time.monotonic() < deadline:  # else it has just been killed, and is not back yet
+            for process in processes("Ledger"):
+                if process.pid not in earlier:
+                    process.kill()
+                    together.append(process.pid)
             time.sleep(0.02)
 
-    def watch(self, status: LedgerStatus) -> None:
-        self.producers |= {process.pid for process in processes("Producer")} - self.before
-
-
-def test_every_row_is_cached_once_on_s3_though_producers_and_the_ledger_are_killed(running_ray, model, s3):
-    recipe = make_recipe(model, s3.store("killed"))
-    rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(120)]
-    killer = Killer(s3.path("killed", "cache/commits"))
-    killer.start()
-    status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, killer.watch)
-    assert (status.done, status.cached, status.failed) == (120, 120, ())
-    assert not killer.victims
-    assert len(killer.producers) == 4
+    with proxy(s3) as through:
+        recipe = make_recipe(model, through.server.store("killed"))
+        rows = [answer(recipe, f"row{n:03d}", n, tokens=40) for n in range(80)]
+        through.faults = [
+            Fault("killed", "POST", r"/shards/.*\?uploads"),  # a producer, before its upload
+            Fault("killed", "PUT", "/shards/.*partNumber=2"),  # in the middle of it
+            Fault("killed after", "POST", r"/shards/.*\?uploadId"),  # when the shard is there, and no commit
+            Fault("killed", "PUT", "/commits/"),  # the ledger, before its commit
+            Fault("killed after", "PUT", "/commits/", also=lambda: left.append(unfinished_uploads(s3.store("killed")))),  # and after it
+            Fault("killed", "HEAD", "/shards/", also=kill_ledger),  # both
+        ]
+        status, reports = run_cache(recipe, add_answers(recipe, rows), LEASES, ignore)
+        assert through.hits == {"killed": 4, "killed after": 2}
+    assert len(together) == 1
+    assert (status.done, status.cached, status.failed) == (80, 80, ())
     assert len(reports) == 2
-    assert {1, 3} <= {commit.epoch for commit in read_commits(recipe.cache)} <= {1, 2, 3}
-    check_whole(recipe, rows, {})
+    assert max(commit.epoch for commit in read_commits(s3.store("killed/cache"))) == 4
+    assert left[0], "a producer that was killed in the middle of an upload leaves its parts behind"
+    assert unfinished_uploads(s3.store("killed")) == []
+    check_whole(dataclasses.replace(recipe, cache=s3.store("killed/cache")), rows, {})
 
 
 class DeadlyEngine(HfEngine):

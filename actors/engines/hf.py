@@ -31,6 +31,8 @@ class HfEngine:
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Sequence[int]]) -> list[Captured]:
+        if (longest := max(map(len, rows), default=0)) > self.max_length:
+            raise ActorError(f"a row of {longest} tokens is longer than this engine's limit of {self.max_length}")
         return [self._one(row) for row in rows]
 
     @torch.inference_mode()
