@@ -17,11 +17,13 @@ from storage.reader import SampleReader
 CASE = contract("lossless")
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", "s3", "memory"])
 def cache(request, tmp_path):
-    """(store, samples by index, manifest)"""
+    """(store, samples by index, manifest); memory stands for any other URL that fsspec understands"""
     if request.param == "folder":
         store = ObjectStore(StorageSettings(str(tmp_path / "cache")))
+    elif request.param == "memory":
+        store = ObjectStore(StorageSettings(f"memory://{tmp_path.name}/cache"))
     else:
         store = request.getfixturevalue("s3").store(tmp_path.name)
     samples = build_cache(store, CASE, 14, leases=2)
