@@ -1,5 +1,6 @@
 """The pool that regenerates answers: one driver thread for each engine, in a Ray actor or behind a URL, and nobody's death loses a row."""
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -144,6 +145,12 @@ def regenerate(
     return pool.given_up
 
 
+def even_share(conversations: int, engines: int, most: int) -> int:
+    """Size of equal batches, at most `most`, as many for each engine: none of them is busy with the last one alone."""
+    rounds = max(1, math.ceil(conversations / (engines * most)))
+    return max(1, math.ceil(conversations / (engines * rounds)))
+
+
 class _Pool:
     """Takes batches, registers the parts as they come, and hands on what a lost engine left undone."""
 
@@ -160,8 +167,7 @@ class _Pool:
         self.registered = time.perf_counter()
 
     def run(self, answerers: Sequence[MakeAnswerer]) -> None:
-        # An even share for each, so that the last batch does not keep one engine busy alone.
-        self.share = max(1, min(self.settings.batch_conversations, -(-len(self.pending) // max(len(answerers), 1))))
+        self.share = even_share(len(self.pending), max(len(answerers), 1), self.settings.batch_conversations)
         self.working = len(answerers)
         threads = [threading.Thread(target=self._work, args=(make,), daemon=True) for make in answerers]
         for thread in threads:

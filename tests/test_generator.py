@@ -21,7 +21,7 @@ from pipeline_runs import Workshop, run, start, write_rows
 from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.answer_pool import GeneratorSettings, regenerate, vllm_answerers
+from actors.answer_pool import GeneratorSettings, even_share, regenerate, vllm_answerers
 from actors.answers import AnswerStore, Part, answers_hash, write_part
 from actors.cluster import ClusterSettings, cluster
 from actors.engines.base import AnswerSettings, EngineSettings
@@ -240,6 +240,17 @@ def test_vllms_own_server_answers_with_the_same_token_ids(model, tmp_path):
     assert list(result["card"]["answers_given_by"]) == [f"tiny at {url}"]
     assert process.returncode == 2
     assert "takes rows of 128 tokens (its max_model_len), generator.max_length=256 asks for more" in refused
+
+
+@pytest.mark.parametrize("conversations", [1, 2, 7, 367, 512, 1025, 2676, 1_350_000])
+@pytest.mark.parametrize("engines", [1, 2, 8])
+def test_every_engine_gets_as_many_batches_of_about_one_size(conversations, engines):
+    share = even_share(conversations, engines, most=512)
+    assert 1 <= share <= 512
+    batches = [min(share, conversations - start) for start in range(0, conversations, share)]
+    dealt = [sum(batches[engine::engines]) for engine in range(engines)]
+    # What one engine is left with alone is a rounding of every batch, never a whole one.
+    assert max(dealt) - min(dealt) <= max(len(batches) + engines, 1)
 
 
 def test_an_engine_that_cannot_start_is_named_at_once(running_ray, model, tmp_path):
