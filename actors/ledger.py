@@ -114,7 +114,7 @@ class _Open:
     committing: bool = False
 
 
-@dataclass
+@dataclass(repr=False)
 class Ledger:
     """Leases over rows [0, rows) of a corpus whose row indices never change (it only grows at its end). Thread-safe.
 
@@ -145,6 +145,10 @@ class Ledger:
         leases, self._tally = committed(self.store)
         for start, stop in _gaps(map(lease_rows, leases), self.rows, self.settings.lease_rows):
             self._put_back(_Open(start, stop))
+
+    def __repr__(self) -> str:
+        # Ray sends this along with every task's events: with all open leases in it, they grow to gigabytes and abort the actor.
+        return f"Ledger({self.store.settings.root!r})"
 
     def lease(self, producer: str, count: int = 1) -> LeaseReply:
         """Promise the next free ranges to `producer`, at most `count`."""

@@ -378,6 +378,11 @@ def test_a_ledger_opens_from_a_manifest_and_the_commits_since(case):
     assert work_off(case.ledger(40)) == [(32, 36), (36, 40)]
 
 
+def test_its_name_stays_short_at_any_size(case):
+    """Ray repeats it in every task's events."""
+    assert len(repr(case.ledger(4000))) < 200
+
+
 def test_status_counts_what_is_committed(case):
     ledger = case.ledger(4)
     lease = take(ledger)
