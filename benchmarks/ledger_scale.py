@@ -10,6 +10,7 @@ An operation is one lease handed out, extended or committed. Memory is the peak 
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import threading
 import time
@@ -17,12 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from actors.caching import COMPACT_COMMITS, LEDGER_OPTIONS, CacheLedger, RemoteLedger
-from actors.cluster import ClusterSettings, cluster
 from actors.ledger import Lease, LeaseResult, Ledger, LedgerSettings
-from pipelines.job import write_json
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore, StorageSettings
 from storage.shard import Entry, ShardInfo
@@ -39,22 +35,36 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the cache goes (a temporary folder by default)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ledger_scale.json"))
     args = parser.parse_args()
+    from pipelines.job import write_json
+
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         store = ObjectStore(StorageSettings(folder))
         result = {"rows": args.rows, "lease_rows": args.lease_rows, "producers": args.producers, "batch": args.batch}
-        result |= fill(store, args)
-        result["ledger_opens"] = apart(open_ledger, store, args.rows, args.lease_rows)
+        note(result, fill(store, args))
+        note(result, {"ledger_opens": apart(open_ledger, store, args.rows, args.lease_rows)})
+        note(result, {"manifest_opens": apart(open_manifest, store, args.rows // 2)})
         for key in store.list("manifest-"):
             store.delete(key)
-        result["ledger_opens_without_manifest"] = apart(open_ledger, store, args.rows, args.lease_rows)
-        result["manifest_compacts_all_commits"] = apart(compact, store)
-        result["manifest_opens"] = apart(open_manifest, store, args.rows // 2)
+        note(result, {"ledger_opens_without_manifest": apart(open_ledger, store, args.rows, args.lease_rows)})
+        note(result, {"manifest_compacts_all_commits": apart(compact, store)})
     write_json(args.out, result)
     print(json.dumps(result, indent=2))
 
 
+def note(result: dict[str, Any], more: dict[str, Any]) -> None:
+    """Show what has been measured so far: the whole takes minutes."""
+    result |= more
+    print(json.dumps(more), file=sys.stderr, flush=True)
+
+
 def fill(store: ObjectStore, args: argparse.Namespace) -> dict[str, Any]:
     """Cache all rows with simulated producers."""
+    # Here, so that the processes which only open a ledger or a manifest do not carry Ray and torch.
+    import ray
+
+    from actors.caching import COMPACT_COMMITS, LEDGER_OPTIONS, CacheLedger, RemoteLedger
+    from actors.cluster import ClusterSettings, cluster
+
     counts, lock, killed = {"operations": 0, "calls": 0}, threading.Lock(), {"seconds": 0.0}
     with cluster(ClusterSettings("local", cpus=2)):
         actor = CacheLedger.options(**LEDGER_OPTIONS).remote(store, args.rows, LedgerSettings(args.lease_rows))
@@ -123,6 +133,8 @@ def result_of(lease: Lease) -> LeaseResult:
 
 def memory_of(actor: Any) -> float:
     """Peak resident memory of an actor's process so far, in MB."""
+    import ray
+
     return float(ray.get(actor.__ray_call__.remote(lambda _: peak_mb())))
 
 
