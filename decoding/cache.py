@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from decoding.ragged import RaggedRows
+
 
 class RaggedCache(Cache):
     """Keys and values of a batch of requests of different lengths, in buffers allocated once.
@@ -33,29 +35,34 @@ class RaggedCache(Cache):
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def begin(self, positions: Tensor, span: int) -> None:
+    def begin(self, positions: Tensor, span: int, ragged: RaggedRows | None = None) -> None:
         """Prepare a forward pass.
 
         Args:
             positions: [B, Q] where the new keys and values go.
             span: positions [0, span) are handed to attention.
+            ragged: which of them a flat pass brings; None: all of them.
         """
         rows = torch.arange(self.batch_size, device=positions.device) * self.max_length
-        self._slots = (rows[:, None] + positions).flatten()
+        slots = rows[:, None] + positions
+        self._slots = slots.flatten() if ragged is None else ragged.pack(slots)[0]
         self._span = span
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values ([B, heads, Q, head_dim]) and return all of them ([B, heads, span, head_dim])."""
+        """Write one layer's new keys and values and return all of them, [B, heads, span, head_dim].
+
+        They come as [B, heads, Q, head_dim], in a flat pass as [1, heads, N, head_dim].
+        """
         return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
 
     def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
-        batch, heads, queries, width = states.shape
+        _, heads, _, width = states.shape
         buffer = buffers.get(layer)
         if buffer is None:
             # Zeros, not uninitialised memory: a NaN would pass through the mask.
             buffer = buffers[layer] = states.new_zeros(self._rows * self.max_length, heads, width)
-        buffer.index_copy_(0, self._slots, states.transpose(1, 2).reshape(batch * queries, heads, width))
-        return buffer.view(self._rows, self.max_length, heads, width)[:batch, : self._span].transpose(1, 2)
+        buffer.index_copy_(0, self._slots, states.transpose(1, 2).reshape(-1, heads, width))
+        return buffer.view(self._rows, self.max_length, heads, width)[: self.batch_size, : self._span].transpose(1, 2)
 
     def truncate(self, lengths: Tensor) -> None:
         """Roll back to the given lengths ([B] int64, none longer than now)."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import DecodingError
+from decoding.policies import Policy, RoundOutcome
 from decoding.propose import DraftBlock, propose
 from decoding.sampling import Draw, RandomStreams, sample
 from decoding.settings import Generation, Round, SamplingSettings, Seconds
@@ -27,6 +28,7 @@ def speculative_decode(
     settings: SamplingSettings,
     request_ids: Sequence[int] | None = None,
     batch_size: int = 32,
+    policy: Policy | None = None,
 ) -> list[Generation]:
     """Continue prompts with the target's own distribution, drafting ahead where there is a drafter.
 
@@ -38,6 +40,7 @@ def speculative_decode(
         request_ids: what the random draws of each request are keyed by, beside the seed. Give stable ids where prompts are sharded or
             batched in changing ways, and a request's output stays the same; default: the index in `prompts`.
         batch_size: requests decoded together at most.
+        policy: how many tokens to draft and to have verified; default: whole blocks.
 
     Returns:
         One generation per prompt, in order.
@@ -48,12 +51,15 @@ def speculative_decode(
     """
     ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
     _check(target, drafter, prompts, settings, ids)
+    policy = policy or Policy()
+    if drafter is not None and policy.needs_confidence and drafter.confidence is None:
+        raise DecodingError(f"Policy {policy.name!r} reads confidences, and this drafter has no confidence head. Use a static length.")
     if batch_size < 1:
         raise DecodingError(f"batch_size={batch_size} decodes nothing. Use at least 1.")
     generations: list[Generation] = []
     for start in range(0, len(prompts), batch_size):
         part = slice(start, start + batch_size)
-        generations += _Batch(target, drafter, prompts[part], settings, ids[part]).run()
+        generations += _Batch(target, drafter, prompts[part], settings, ids[part], policy).run()
     return generations
 
 
@@ -67,10 +73,11 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         settings: SamplingSettings,
         ids: Sequence[int],
+        policy: Policy,
     ) -> None:
         count, block = len(prompts), drafter.config.block_length if drafter else 0
         room = max(len(prompt) for prompt in prompts) + settings.max_new_tokens + block
-        self.target, self.drafter, self.settings, self.prompts = target, drafter, settings, prompts
+        self.target, self.drafter, self.settings, self.prompts, self.policy = target, drafter, settings, prompts, policy
         self.device, self.block = target.device, block
         self.cache = target.new_cache(count, room)
         self.context = drafter.new_cache(count, room) if drafter else None
@@ -83,12 +90,13 @@ class _Batch:
         self.requests = np.arange(count)
         self.remaining = np.full(count, settings.max_new_tokens)
         self.seconds = np.zeros((count, 4))  # prefill, draft, verify, total
-        # Requests, [B, 3] drafted/accepted/committed, and of the block its tokens and confidence (its distributions would fill the memory).
+        # Requests, [B, 3] verified/accepted/committed, and of the block its tokens and confidence (distributions would fill the memory).
         self.log: list[tuple[np.ndarray, np.ndarray, Tensor | None, Tensor | None]] = []
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.stopped = np.zeros(count, dtype=bool)
 
     def run(self) -> list[Generation]:
+        self.policy.begin()
         start = self._now()
         self._prefill()
         self.seconds[:, [0, 3]] += (self._now() - start) / len(self.prompts)
@@ -126,22 +134,25 @@ class _Batch:
         self._leave(stopped, stopped | (self.remaining == 0))
 
     def _round(self) -> None:
-        """Draft, verify, commit."""
+        """Draft, choose what to verify, verify, commit."""
         start = self._now()
         self.streams.next_round()
         requests = self.requests
         # A request that may still get m tokens has m - 1 drafts verified at most: the round's last token is the target's own.
-        width = min(self.block, int(self.remaining.max()) - 1)
-        drafted = np.minimum(self.remaining - 1, width)
-        counts = torch.from_numpy(drafted).to(self.device)
-        block = self._propose(width)
+        drafted = self.policy.plan(requests, np.minimum(self.remaining - 1, self.block))
+        block = self._propose(drafted)
         drafted_at = self._now()
 
+        confidence = None if block is None or block.confidence is None else block.confidence.cpu().numpy()
+        lengths = self.policy.lengths(requests, drafted, confidence)
+        width, counts = int(lengths.max()), torch.from_numpy(lengths).to(self.device)
+        chosen_at = self._now()
+
         positions = self.cache.lengths
-        tokens = self.anchor[:, None] if block is None else torch.cat([self.anchor[:, None], block.tokens], dim=1)
+        tokens = self.anchor[:, None] if block is None else torch.cat([self.anchor[:, None], block.tokens[:, :width]], dim=1)
         states = self.target.forward(self.cache, tokens, counts + 1, capture=self.drafter is not None)
         columns = torch.arange(width + 1, device=self.device)
-        uniform = int(drafted.min()) == width
+        uniform = int(lengths.min()) == width
         hidden = states.hidden.flatten(0, 1) if uniform else states.hidden[columns <= counts[:, None]]
         verdict = self._verify(block, counts, self.target.logits(hidden))
 
@@ -158,7 +169,7 @@ class _Batch:
 
         accepted, kept, stopped = report[0], report[1], report[2].astype(bool)
         kept_of_block = (None, None) if block is None else (block.tokens, block.confidence)
-        self.log.append((requests, np.stack([drafted, accepted, kept], axis=1), *kept_of_block))
+        self.log.append((requests, np.stack([lengths, accepted, kept], axis=1), *kept_of_block))
         self.remaining = self.remaining - kept
         stay = self._leave(stopped, stopped | (self.remaining == 0))
         closed_at = self._now()
@@ -167,13 +178,23 @@ class _Batch:
         elif stay is None:
             self._extend(states.features, committed, tokens)
         end = self._now()
-        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - drafted_at, end - start])
+        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - chosen_at, end - start])
         self.seconds[requests] += spent / len(requests)
+        self.policy.observe(RoundOutcome(requests, drafted, lengths, accepted, confidence, end - start, drafted_at - start))
 
-    def _propose(self, width: int) -> DraftBlock | None:
+    def _propose(self, drafted: np.ndarray) -> DraftBlock | None:
+        """Draft for the requests that the policy drafts for."""
+        width = int(drafted.max())
         if self.drafter is None or self.context is None or width == 0:
             return None
-        return propose(self.drafter, self.context, self.anchor, self.cache.lengths, width, self.settings, self.streams)
+        context, anchor, positions, streams = self.context, self.anchor, self.cache.lengths, self.streams
+        # A request near its end has no room for a draft, but taking it out costs more than drafting for it.
+        some = np.flatnonzero(drafted) if (drafted[self.remaining > 1] == 0).any() else None
+        if some is not None:
+            rows = torch.from_numpy(some).to(self.device)
+            context, anchor, positions, streams = context.part(rows), anchor[rows], positions[rows], streams.part(rows)
+        block = propose(self.drafter, context, anchor, positions, width, self.settings, streams)
+        return block if some is None else block.spread(rows, len(drafted))
 
     def _verify(self, block: DraftBlock | None, counts: Tensor, logits: Tensor) -> Verdict:
         if self.settings.greedy:

@@ -27,6 +27,18 @@ class DraftBlock:
     probs: Tensor | None
     confidence: Tensor | None
 
+    def spread(self, rows: Tensor, batch: int) -> "DraftBlock":
+        """The same rows among `batch` requests, at places `rows` ([B] int64); zeros for those that nothing was drafted for."""
+
+        def among(values: Tensor) -> Tensor:
+            return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, rows, values)
+
+        return DraftBlock(
+            among(self.tokens),
+            None if self.probs is None else among(self.probs),
+            None if self.confidence is None else among(self.confidence),
+        )
+
 
 @torch.inference_mode()
 def propose(

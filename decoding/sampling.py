@@ -1,5 +1,6 @@
 """Distributions from logits, draws from distributions, and random numbers that belong to a request rather than to a batch."""
 
+import copy
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -111,6 +112,12 @@ class RandomStreams:
         counters = (self._rounds * len(Draw) + int(draw))[:, None] * _SLOTS + slots
         # 52 bits, so that even the largest one leaves a total of any size when multiplied with it.
         return _shift(_mix(self._keys[:, None] + (counters + 1) * _GOLDEN), 12).double() * 2.0**-52
+
+    def part(self, rows: Tensor) -> "RandomStreams":
+        """The same streams, of some batch rows only."""
+        some = copy.copy(self)
+        some.select(rows)
+        return some
 
     def select(self, rows: Tensor) -> None:
         """Keep the given batch rows, in that order."""

@@ -5,6 +5,7 @@ Its parts (rotary positions, projections, feed-forward, context cache) serve the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,14 @@ class ContextCache:
                     plane[goal] = plane[source]
                 planes[layer] = plane[: len(rows)]
         self.lengths, self.pending = self.lengths[list(rows)], self.pending[list(rows)]
+
+    def part(self, rows: Tensor) -> ContextCache:
+        """A copy of some requests' context ([n] int64), to draft for them alone."""
+        some, longest = copy.copy(self), int(self.lengths[rows].max())
+        some.max_length, some.lengths, some.pending = longest, self.lengths[rows], self.pending[rows]
+        some.keys = [plane[rows, :longest] for plane in self.keys]
+        some.values = [plane[rows, :longest] for plane in self.values]
+        return some
 
     def require_room(self, features: Tensor, counts: Tensor, width: int) -> None:
         """DrafterError unless the first counts[b] rows of features [B, n, width] can be appended to every request."""
