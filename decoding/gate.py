@@ -1,0 +1,120 @@
+"""The draft gate: every request pays for drafting, even where little will be accepted; so decide first whether to draft, and how much.
+
+Decisions are made from past rounds alone, hence lossless whatever policy then decides over verification.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from decoding.calibration import Calibrator
+from decoding.policies import Policy, RoundOutcome
+
+
+class DraftCosts(Protocol):
+    """What whole rounds and their drafting cost: `decoding.throughput.ThroughputTable`."""
+
+    def seconds(self, requests: int) -> np.ndarray:
+        """Of a round that drafts whole blocks for all, by tokens in the target's pass."""
+
+    def draft_seconds(self, requests: int, width: int) -> float:
+        """Of drafting `width` tokens for that many requests."""
+
+
+@dataclass
+class _Request:
+    """What is remembered of one request.
+
+    Attributes:
+        survival: [g] running mean of its calibrated survival.
+        idle: rounds since it was drafted for last.
+        patience: idle rounds after which it is tried again; doubles each time that does not bring it back.
+    """
+
+    survival: np.ndarray
+    idle: int = 0
+    patience: int = 0
+
+
+class DraftGate(Policy):
+    """Draft for those requests, and so many tokens, that expected throughput is highest; verification is the inner policy's.
+
+    For some shares of the batch (those with the highest expected gain first) and some widths, the expected throughput is worked out from
+    the cost table, verification sized as the capacity search would. A request that is passed over is tried again after a while, so that it
+    can recover.
+    """
+
+    needs_confidence = True
+    SHARES = (0.25, 0.5, 0.75, 1.0)
+
+    def __init__(
+        self,
+        inner: Policy,
+        calibrator: Calibrator,
+        costs: DraftCosts,
+        prior: np.ndarray,
+        memory: float = 8.0,
+        probe_after: int = 8,
+        probe_at_most: int = 64,
+    ) -> None:
+        """
+        Args:
+            prior: [g] survival that a request is credited with before anything is known of it.
+            memory: rounds after which an observation's weight has fallen to 1/e.
+            probe_after, probe_at_most: idle rounds before a request is tried again, the first time and at most.
+        """
+        self.inner, self.calibrator, self.costs = inner, calibrator, costs
+        self.name = f"gate + {inner.name}"
+        self.prior, self.blend = np.asarray(prior, dtype=np.float64), 1 - float(np.exp(-1 / memory))
+        self.probe_after, self.probe_at_most = probe_after, probe_at_most
+        block = len(self.prior)
+        self.widths = sorted({1, max(block // 2, 1), block})
+        self._known: dict[int, _Request] = {}
+
+    def begin(self) -> None:
+        self._known.clear()
+        self.inner.begin()
+
+    def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        limits = self.inner.plan(requests, limits)
+        known = [self._known.setdefault(int(r), _Request(self.prior.copy(), patience=self.probe_after)) for r in requests]
+        survival = np.where(np.arange(len(self.prior)) < limits[:, None], np.stack([one.survival for one in known]), 0.0)
+        widths = np.minimum(self._best(survival), limits)
+        probed = np.array([one.idle >= one.patience for one in known]) & (widths == 0)
+        widths = np.where(probed, limits, widths)
+        for one, width, probe in zip(known, widths.tolist(), probed.tolist(), strict=True):
+            if probe:
+                one.patience = min(2 * one.patience, self.probe_at_most)
+            elif width:
+                one.patience = self.probe_after
+            one.idle = 0 if width else one.idle + 1
+        return widths
+
+    def lengths(self, requests: np.ndarray, drafted: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        return self.inner.lengths(requests, drafted, confidence)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.inner.observe(outcome)
+        if outcome.confidence is None:
+            return
+        survival = self.calibrator.survival(outcome.confidence)
+        for row, (request, drafted) in enumerate(zip(outcome.requests.tolist(), outcome.drafted.tolist(), strict=True)):
+            mean = self._known[request].survival
+            mean[:drafted] += self.blend * (survival[row, :drafted] - mean[:drafted])
+
+    def _best(self, survival: np.ndarray) -> np.ndarray:
+        """[R] widths with the highest expected throughput; all 0 where drafting does not pay at all."""
+        requests, block = survival.shape
+        seconds = self.costs.seconds(requests)[requests:] - self.costs.draft_seconds(requests, block)
+        order = np.argsort(-survival.sum(1), kind="stable")
+        best, chosen = requests / seconds[0], np.zeros(requests, dtype=np.int64)
+        for count in sorted({max(round(share * requests), 1) for share in self.SHARES}):
+            for width in self.widths:
+                falling = -np.sort(-survival[order[:count], :width], axis=None)
+                expected = requests + np.concatenate(([0.0], np.cumsum(falling)))
+                rate = expected / (seconds[: len(expected)] + self.costs.draft_seconds(count, width))
+                if (highest := float(rate.max())) > best:
+                    best, chosen = highest, np.zeros(requests, dtype=np.int64)
+                    chosen[order[:count]] = width
+        return chosen

@@ -1,0 +1,170 @@
+"""The draft gate: drafts where it pays, from past rounds only, and keeps the target's distribution."""
+
+import numpy as np
+import pytest
+import torch
+from decoding_cases import LAYERS, PROMPTS, chi_square_p, greedy_reference, tiny_drafter, tiny_model
+
+from decoding.calibration import Calibrator
+from decoding.gate import DraftGate
+from decoding.loop import speculative_decode
+from decoding.policies import HardwareAware, Policy, RoundOutcome
+from decoding.settings import SamplingSettings
+from decoding.target import TransformersTarget
+
+BLOCK = 4
+
+
+class Costs:
+    """A pass: 1 s and a tenth for each token; drafting: `draft` s for each request and a hundredth for each token."""
+
+    def __init__(self, draft):
+        self.draft = draft
+
+    def draft_seconds(self, requests, width):
+        return requests * (self.draft + 0.01 * width) if width else 0.0
+
+    def seconds(self, requests):
+        return 1 + 0.1 * np.arange(requests * (BLOCK + 1) + 2) + self.draft_seconds(requests, BLOCK)
+
+    def sps(self, requests):
+        return 1 / self.seconds(requests)
+
+
+def gate(draft, prior=0.5, **options):
+    return DraftGate(Policy(), Calibrator.identity(BLOCK), Costs(draft), np.full(BLOCK, prior) ** np.arange(1, BLOCK + 1), **options)
+
+
+def outcome(requests, drafted, confidence):
+    zeros = np.zeros(len(requests), dtype=np.int64)
+    return RoundOutcome(np.array(requests), np.array(drafted), zeros, zeros, np.array(confidence), 1.0)
+
+
+def run(one, rounds, confidences):
+    """Plans of requests 0.. whose confidences stay what they are."""
+    requests, limits, plans = np.arange(len(confidences)), np.full(len(confidences), BLOCK), []
+    for _ in range(rounds):
+        plan = one.plan(requests, limits)
+        plans.append(plan.tolist())
+        if plan.any():
+            shown = np.array(confidences)[:, None] * np.ones(int(plan.max()))
+            one.observe(outcome(requests.tolist(), plan.tolist(), shown))
+    return plans
+
+
+def test_all_is_drafted_where_drafting_is_cheap_and_nothing_where_it_is_dear():
+    assert run(gate(0.001, prior=0.9), 1, [0.9] * 4) == [[BLOCK] * 4]
+    assert run(gate(50.0), 1, [0.9] * 4) == [[0] * 4]
+
+
+def test_requests_that_accept_little_are_passed_over_and_the_others_are_not():
+    plans = run(gate(0.15, prior=0.7), 40, [0.9, 0.02, 0.9, 0.02])
+    late = np.array(plans[20:])
+    assert (late[:, [0, 2]] > 0).all()
+    assert (late[:, [1, 3]] == 0).mean() > 0.8
+
+
+def test_the_best_of_the_tried_plans_is_chosen():
+    """Against plain loops over shares and widths, verification sized by hand."""
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        survival = np.cumprod(random.uniform(0.05, 1, (4, BLOCK)), axis=1)
+        one = gate(float(random.uniform(0.01, 0.6)))
+        order = np.argsort(-survival.sum(1), kind="stable")
+
+        def rate(count, width, survival=survival, one=one, order=order):
+            falling = sorted(survival[order[:count], :width].ravel(), reverse=True)
+            times = [1 + 0.1 * (4 + k) + one.costs.draft_seconds(count, width) for k in range(len(falling) + 1)]
+            return max((4 + sum(falling[:k])) / times[k] for k in range(len(falling) + 1))
+
+        plans = {(count, width): rate(count, width) for count in range(1, 5) for width in one.widths} | {(0, 0): 4 / 1.4}
+        plan = one._best(survival)
+        assert rate(int((plan > 0).sum()), int(plan.max())) == pytest.approx(max(plans.values()))
+
+
+def test_a_passed_over_request_is_tried_again_and_recovers():
+    one = gate(0.15, prior=0.02, probe_after=4, probe_at_most=16)
+    plans = run(one, 60, [0.02])
+    tried = [step for step, plan in enumerate(plans) if plan[0]]
+    assert tried[0] == 4
+    assert np.diff(tried).tolist()[:3] == [9, 17, 17]  # patience doubles up to its bound
+    recovered = run(one, 60, [0.95])
+    assert sum(plan[0] > 0 for plan in recovered[-20:]) == 20
+
+
+def test_limits_hold_and_the_inner_policy_still_decides():
+    class Inner(Policy):
+        def plan(self, requests, limits):
+            return np.minimum(limits, 2)
+
+        def lengths(self, requests, drafted, confidence):
+            return drafted - 1
+
+    one = DraftGate(Inner(), Calibrator.identity(BLOCK), Costs(0.001), np.full(BLOCK, 0.9))
+    assert one.plan(np.arange(3), np.array([4, 1, 0])).tolist() == [2, 1, 0]
+    assert one.lengths(np.arange(2), np.array([2, 1]), None).tolist() == [1, 0]
+
+
+class Alternating(DraftGate):
+    """Passes over a changing half of the requests, whatever is expected of them."""
+
+    def plan(self, requests, limits):
+        super().plan(requests, limits)
+        self.turn = getattr(self, "turn", 0) + 1
+        return np.where((requests + self.turn) % 2 == 0, limits, 0)
+
+
+@pytest.mark.parametrize("kind", ["markov", "none"])
+def test_drafting_for_some_leaves_the_text_as_it_is(kind):
+    target, drafter = TransformersTarget(tiny_model("qwen3"), LAYERS), tiny_drafter("qwen3", kind)
+    one = Alternating(Policy(), Calibrator.identity(BLOCK), Costs(0.1), np.full(BLOCK, 0.5))
+    generations = speculative_decode(target, drafter, PROMPTS, SamplingSettings(max_new_tokens=17), policy=one)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        assert generation.tokens == greedy_reference("qwen3", tuple(prompt), 17)
+        drafted = [r.drafted for r in generation.rounds[:6]]
+        assert {n > 0 for n in drafted} == {True, False}
+
+
+def test_a_request_drafts_the_same_whoever_is_passed_over():
+    """The blocks of those that are drafted for are what they would be with everyone drafted for."""
+    target, drafter = TransformersTarget(tiny_model("qwen3"), LAYERS), tiny_drafter("qwen3", "gated")
+    settings = SamplingSettings(temperature=1.0, max_new_tokens=12, seed=5)
+
+    class First(DraftGate):
+        def plan(self, requests, limits):
+            super().plan(requests, limits)
+            return np.where(requests == 0, limits, 0)
+
+    gated = speculative_decode(
+        target, drafter, PROMPTS, settings, policy=First(Policy(), Calibrator.identity(BLOCK), Costs(0.1), np.full(BLOCK, 0.5))
+    )
+    everyone = speculative_decode(target, drafter, PROMPTS, settings)
+    assert gated[0].tokens == everyone[0].tokens
+    told = [[(r.drafted, r.accepted, r.committed) for r in one[0].rounds] for one in (gated, everyone)]
+    assert told[0] == told[1]
+    assert all(r.drafted == 0 for r in gated[1].rounds)
+
+
+@pytest.mark.parametrize("rollouts", [4_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_gated_decoding_keeps_the_targets_distribution(rollouts):
+    vocab, new, block = 4, 4, 3
+    model, drafter = tiny_model("llama", vocab), tiny_drafter("llama", "markov", block_length=block, vocab=vocab)
+
+    class Fixed(Costs):
+        """Most of a round's cost is there whatever is verified, in a batch of any size."""
+
+        def seconds(self, requests):
+            return 0.3 * requests + 0.1 * np.arange(requests * (block + 1) + 2) + self.draft_seconds(requests, block)
+
+    calibrator, costs = Calibrator((3.0,) * block), Fixed(0.1)
+    one = DraftGate(HardwareAware(calibrator, costs), calibrator, costs, np.full(block, 0.4), memory=2, probe_after=1)
+    settings = SamplingSettings(temperature=1.5, max_new_tokens=new, seed=3)
+    generations = speculative_decode(TransformersTarget(model, LAYERS), drafter, [[1]] * rollouts, settings, batch_size=5_000, policy=one)
+    assert {r.drafted > 0 for g in generations for r in g.rounds[:2]} == {True, False}
+    tokens = torch.tensor([g.tokens for g in generations])
+    observed = torch.bincount((tokens * vocab ** torch.arange(new - 1, -1, -1)).sum(1), minlength=vocab**new)
+    paths = torch.cartesian_prod(*[torch.arange(vocab)] * new)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.cat([torch.ones(len(paths), 1, dtype=torch.int64), paths], dim=1)).logits
+    steps = torch.log_softmax(logits[:, :-1] / 1.5, dim=-1).gather(2, paths[..., None]).squeeze(2)
+    assert chi_square_p(observed, steps.sum(1).exp()) > 1e-3
