@@ -227,10 +227,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text)
+        temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror}. Give another folder with `output=...`.") from error

@@ -1,0 +1,189 @@
+"""The page about a drafter's confidence: reliability diagrams by position, errors before and after scaling, domains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from decoding.calibration import Calibrator, MeanQuality, PositionQuality, reliability
+from decoding.rounds import RecordedRounds
+from pipelines.figures import MARKERS, MUTED, SERIES, styled
+from pipelines.page import Page, PageTable, Section, Tile, percent
+
+LABELS = ("as the drafter says", "after scaling")
+
+
+@dataclass(frozen=True)
+class DomainQuality:
+    """One domain's share of the measured rounds."""
+
+    domain: str
+    quality: MeanQuality
+    positions: Sequence[PositionQuality]
+    drifts: bool
+
+
+@dataclass(frozen=True)
+class CalibrationFindings:
+    """What the page is made of."""
+
+    title: str
+    fitted: int
+    calibrator: Calibrator
+    measured: RecordedRounds
+    positions: Sequence[PositionQuality]
+    quality: MeanQuality
+    domains: Sequence[DomainQuality]
+    notes: Sequence[str]
+    bins: int
+    facts: dict[str, str]
+
+
+def calibration_page(found: CalibrationFindings) -> Page:
+    """Words, figures and tables."""
+    quality, last = found.quality, found.positions[-1]
+    return Page(
+        kind="confidence",
+        title=found.title,
+        lede=(
+            f"How likely a draft prefix survives, by the drafter's own confidence: off by {percent(quality.ece_before)} on the mean before "
+            f"scaling and {percent(quality.ece_after)} after it. A perfect calibrator would show {percent(quality.floor)} by chance "
+            f"at this number of rounds."
+        ),
+        tiles=[
+            Tile("mean ECE after scaling", percent(quality.ece_after), f"{percent(quality.ece_before)} before"),
+            Tile("noise floor", percent(quality.floor), f"19 times in 20 below {percent(quality.floor_high)}"),
+            Tile("rounds measured", f"{quality.rounds:,}", f"{found.fitted:,} others fitted to"),
+            Tile("AUROC, position 1", f"{found.positions[0].auroc_after:.2f}", f"{last.auroc_after:.2f} at position {last.position}"),
+        ],
+        notes=found.notes,
+        sections=[
+            Section(
+                "reliability",
+                "Does it happen as often as it is said?",
+                "Survival of the prefix up to each position: predicted, in equal bins, against observed; on the diagonal they agree. "
+                "The size of a mark follows the number of rounds in its bin.",
+                reliability_figure(found),
+                "Observed against predicted survival by position",
+            ),
+            Section(
+                "positions",
+                "By position",
+                "Temperatures are fitted from left to right, each on the error of the cumulative product.",
+                ece_figure(found),
+                "Calibration error by position",
+                [_position_table(found.positions, found.calibrator)],
+            ),
+            Section(
+                "domains",
+                "By domain",
+                "One set of temperatures serves all domains. A domain drifts where chance does not explain its error, by over one point.",
+                tables=[_domain_table(found.domains)],
+            ),
+        ],
+        facts=found.facts,
+        picture=reliability_figure(found),
+        footer=[
+            f"ECE: mean distance of predicted probability and observed rate over {found.bins} equal bins, weighted by rounds. AUROC: how "
+            "well the probability sorts prefixes that survive from those that do not. Brier: mean squared distance. The label is always "
+            "that the whole prefix up to the position was accepted. Rounds were fitted to and measured on different prompts."
+        ],
+    )
+
+
+@styled
+def reliability_figure(found: CalibrationFindings) -> Figure:
+    """One panel a position."""
+    block = found.measured.block
+    columns = min(block, 4)
+    rows = -(-block // columns)
+    figure = Figure(figsize=(2.45 * columns, 2.5 * rows + 0.3))
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    tried, survived = found.measured.tried, found.measured.survived
+    confidence = np.where(tried, found.measured.confidence, 0.5)
+    series = [Calibrator.identity(block).survival(confidence), found.calibrator.survival(confidence)]
+    for k, panel in enumerate(panels):
+        if k >= block:
+            panel.set_visible(False)
+            continue
+        panel.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        for index, values in enumerate(series):
+            _diagram(panel, values[tried[:, k], k], survived[tried[:, k], k], index, found.bins)
+        panel.set(title=f"position {k + 1}", xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        if k % columns == 0:
+            panel.set_ylabel("observed")
+        if k // columns == rows - 1:
+            panel.set_xlabel("predicted")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2)
+    return figure
+
+
+def _diagram(panel: Axes, values: np.ndarray, happened: np.ndarray, index: int, bins: int) -> None:
+    if not len(values):
+        return
+    diagram = reliability(values, happened, bins)
+    filled = diagram.counts > 0
+    colour = SERIES[1 - index]  # vermilion before, blue after
+    panel.plot(diagram.predicted[filled], diagram.observed[filled], color=colour, linewidth=1.4, alpha=0.8, label=LABELS[index])
+    sizes = 6 + 70 * diagram.counts[filled] / diagram.counts.max()
+    panel.scatter(
+        diagram.predicted[filled], diagram.observed[filled], s=sizes, color=colour, alpha=0.55, linewidths=0, marker=MARKERS[index]
+    )
+
+
+@styled
+def ece_figure(found: CalibrationFindings) -> Figure:
+    """Error by position before and after, and the noise floor as a band."""
+    figure = Figure(figsize=(6.4, 3.1))
+    axes = figure.subplots()
+    at = [one.position for one in found.positions]
+    axes.fill_between(at, 0, [100 * one.floor.high for one in found.positions], color=MUTED, alpha=0.18, linewidth=0, label="chance alone")
+    for index, values in enumerate(([one.ece_before for one in found.positions], [one.ece_after for one in found.positions])):
+        axes.plot(at, [100 * value for value in values], color=SERIES[1 - index], marker=MARKERS[index], label=LABELS[index])
+    axes.set(xlabel="draft position", ylabel="ECE of prefix survival, %", xticks=at)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")
+    return figure
+
+
+def _position_table(positions: Sequence[PositionQuality], calibrator: Calibrator) -> PageTable:
+    return PageTable(
+        ("position", "temperature", "rounds", "survived", "ECE before", "ECE after", "noise floor", "AUROC", "Brier before", "Brier after"),
+        [
+            (
+                str(one.position),
+                f"{temperature:.2f}",
+                f"{one.trials:,}",
+                percent(one.rate),
+                percent(one.ece_before),
+                percent(one.ece_after),
+                percent(one.floor.mean),
+                f"{one.auroc_after:.3f}",
+                f"{one.brier_before:.4f}",
+                f"{one.brier_after:.4f}",
+            )
+            for one, temperature in zip(positions, calibrator.temperatures, strict=True)
+        ],
+    )
+
+
+def _domain_table(domains: Sequence[DomainQuality]) -> PageTable:
+    return PageTable(
+        ("domain", "rounds", "mean ECE before", "after", "noise floor", "95 % of chance below", "position 1 survived", ""),
+        [
+            (
+                one.domain,
+                f"{one.quality.rounds:,}",
+                percent(one.quality.ece_before),
+                percent(one.quality.ece_after),
+                percent(one.quality.floor),
+                percent(one.quality.floor_high),
+                percent(one.positions[0].rate),
+                "drifts" if one.drifts else "",
+            )
+            for one in domains
+        ],
+    )
