@@ -57,12 +57,12 @@ def top_prefixes(survival: np.ndarray, limits: np.ndarray, count: int, falling: 
     Returns:
         [R] int64. Of equal survivals the earlier position goes first, then the earlier request.
     """
-    ordered = _falling(survival, limits) if falling is None else falling
-    count = min(count, len(ordered))
+    values = _open(survival, limits).ravel() if falling is None else falling
+    count = min(count, int((values > 0).sum()))
     if count <= 0:
         return np.zeros(len(survival), dtype=np.int64)
     # The last admitted value splits each row: what lies above it is in, what equals it is in as far as there is room.
-    last = ordered[count - 1]
+    last = np.partition(values, len(values) - count)[len(values) - count] if falling is None else falling[count - 1]
     lengths = np.minimum((survival > last).sum(1), limits)
     equal = np.minimum((survival >= last).sum(1), limits) - lengths
     room = count - int(lengths.sum())
@@ -82,10 +82,14 @@ def above_threshold(conditional: np.ndarray, limits: np.ndarray, threshold: floa
 
 def _falling(survival: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Positive survivals of the tokens within the limits, in falling order."""
-    width = survival.shape[1]
-    open_ = survival if (limits >= width).all() else np.where(np.arange(width) < limits[:, None], survival, 0.0)
-    values = np.sort(open_, axis=None)
+    values = np.sort(_open(survival, limits), axis=None)
     return values[np.searchsorted(values, 0.0, side="right") :][::-1]
+
+
+def _open(survival: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Survivals with 0 past the limits."""
+    width = survival.shape[1]
+    return survival if (limits >= width).all() else np.where(np.arange(width) < limits[:, None], survival, 0.0)
 
 
 def _counted_up(counts: np.ndarray) -> np.ndarray:
