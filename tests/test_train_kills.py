@@ -7,10 +7,12 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -43,32 +45,40 @@ def same(recipe: TrainRecipe, whole: TrainRecipe) -> None:
         assert [name for name, tensor in theirs.tensors.items() if not torch.equal(ours.tensors[name], tensor)] == []
 
 
-def train_in_process(recipe: TrainRecipe) -> None:
+def train_in_process(recipe: TrainRecipe, ready: Any) -> None:
     torch.set_num_threads(1)
-    Recording(recipe).run()
+    worker = Recording(recipe)
+    ready.set()
+    worker.run()
 
 
-def test_a_process_killed_twelve_times(make: Make) -> None:
+def test_a_process_killed_twelve_times(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {**CHANGES, "steps": 300, "checkpoint_every": 3}
     whole, recipe = make("whole", **changes), make("killed", **changes)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_trainer"])
-    train = context.Process(target=train_in_process, args=(whole,))
-    started = time.monotonic()
-    train.start()
+    context.set_forkserver_preload(["test_train_kills"])  # imports take longer than all the rest
+    ready = context.Event()
+
+    def started_on(recipe: TrainRecipe) -> Any:
+        ready.clear()
+        process = context.Process(target=train_in_process, args=(recipe, ready))
+        process.start()
+        ready.wait()
+        return process
+
+    train, began = started_on(whole), time.monotonic()
     train.join()
-    duration, dice, kills, steps = time.monotonic() - started, random.Random(1), 0, [0]
-    while kills < 12:
-        train = context.Process(target=train_in_process, args=(recipe,))
-        train.start()
-        train.join(timeout=dice.uniform(0.02, 0.25) * duration)
+    duration, dice, steps = time.monotonic() - began, random.Random(1), [0]
+    for _ in range(12):
+        train = started_on(recipe)
+        train.join(timeout=dice.uniform(0, 0.08) * duration)
         train.kill()
         train.join()
         assert train.exitcode == -signal.SIGKILL, "killed while it was at work"
-        kills += 1
         steps.append(checkpointing.standing_of(recipe.run).step)
     assert len(set(steps)) > 4, f"the kills hit the run at different places: {steps}"
-    train_in_process(recipe)
+    train_in_process(recipe, ready)
     same(recipe, whole)
 
 
@@ -108,7 +118,7 @@ def disturbing(recipe: TrainRecipe, times: int, disturb: Callable[[], None]) -> 
 
 
 def test_a_ray_worker_killed_three_times(make: Make, tmp_path: Path) -> None:
-    changes = {**CHANGES, "steps": 500}
+    changes = {**CHANGES, "steps": 300}
     whole, recipe = make("whole", **changes), make("killed", **changes)
     trained(whole)
     with cluster(ClusterSettings(cpus=1)):
@@ -126,7 +136,7 @@ def test_a_ray_worker_killed_three_times(make: Make, tmp_path: Path) -> None:
 def test_a_node_killed_twice(make: Make, tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
-    changes = {**CHANGES, "steps": 500}
+    changes = {**CHANGES, "steps": 300}
     whole, recipe = make("whole", **changes), make("killed", **changes)
     trained(whole)
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -168,7 +178,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return shop
 
 
-OPTIONS = ["train.steps=600", "train.checkpoint_every=5", "train.score_every=50", "train.log_every=10", "train.ema=0.9"]
+OPTIONS = ["train.steps=200", "train.checkpoint_every=5", "train.score_every=50", "train.log_every=10", "train.ema=0.9"]
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +220,9 @@ def test_the_driver_killed_three_times(shop: Workshop, undisturbed: bytes) -> No
         assert alive == [], "Ray and its workers go with the driver"
         steps.append(step_of(shop, "killed"))
     assert sorted(steps) == steps
-    assert steps[-1] < 600
+    assert steps[-1] < 200
     result, _ = run("train", shop.overrides("train", *OPTIONS, "run.name=killed"))
-    assert 0 < result["steps_now"] < 600
+    assert 0 < result["steps_now"] < 200
     assert weights(shop, "killed") == undisturbed
     folders = list((shop.stored / "runs" / "killed" / "wandb").glob("offline-run-*"))
     assert len(folders) == 4
@@ -227,7 +237,7 @@ def test_sigterm_loses_nothing(shop: Workshop, undisturbed: bytes) -> None:
     assert process.returncode == 143, errors
     assert "Traceback" not in errors
     assert "result:" not in output
-    assert errors.splitlines()[-1] == f"stopped at step {step} of 600: run the same command again to go on"
+    assert errors.splitlines()[-1] == f"stopped at step {step} of 200: run the same command again to go on"
     result, _ = run("train", shop.overrides("train", *OPTIONS, "run.name=stopped"))
-    assert result["steps_now"] == 600 - step
+    assert result["steps_now"] == 200 - step
     assert weights(shop, "stopped") == undisturbed
