@@ -1,6 +1,8 @@
 """What a run keeps: the best and the newest checkpoints, its averaged weights, and everything it needs to go on after any kill."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from test_trainer import Make, Recording, random_cache, recipe_maker, tiny_targe
 from actors import checkpointing
 from actors.errors import Stopped
 from actors.train_recipe import CHECKPOINTS, TrainRecipe
+from pipelines.signals import stop_on_sigterm
 from storage.checkpoint import load_checkpoint
 from storage.object_store import ObjectStore
 
@@ -179,3 +182,22 @@ def test_asked_to_stop_while_it_waits_for_the_cache(make: Make) -> None:
     worker.order.global_batch = lambda step, size: None  # type: ignore[method-assign, assignment]
     with pytest.raises(Stopped):
         worker.run()
+
+
+def test_the_first_sigterm_is_a_wish_and_the_second_one_is_not() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with stop_on_sigterm() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.wait(5)
+            assert seen == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == [signal.SIGTERM]
+        with stop_on_sigterm() as stop:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(seen) == 2
+        assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
