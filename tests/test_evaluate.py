@@ -1,20 +1,20 @@
 """Evaluation as a person runs it: drafters side by side on benchmarks, resumed, sharded, released checkpoints; a tiny random target."""
 
 import json
-import signal
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, start, write_rows
+from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, write_rows
 from safetensors.torch import save_file
 from test_report import Page
 from tiny_models import VOCABULARY, write_tiny_model
 
 from actors.decoder import PLAIN, Decoded, Decoder, DecoderSettings, Prompt
 from actors.drafter import load_target_head
+from actors.errors import ActorError
 from corpus.template import ChatTemplate
 from decoding.settings import SamplingSettings
 from drafters.config import config_from_target
@@ -23,6 +23,7 @@ from pipelines.outcomes import OutcomeFiles, Work, collect, recorder
 from pipelines.prompt_sets import PromptSet
 from pipelines.report import EvaluationReport
 from pipelines.target import default_layer_ids, mask_token_id
+from pipelines.tracking import TrackingConfig, log_table
 from storage.checkpoint import DrafterFiles, save_drafter
 from storage.contract import Capture, Contract, DraftLayout
 from storage.object_store import ObjectStore, StorageSettings
@@ -197,6 +198,59 @@ def test_a_round_is_timed_with_and_without_the_head(shop: Workshop) -> None:
         assert cost.head_overhead == pytest.approx((cost.draft - cost.base) / (cost.base + cost.verify))
 
 
+class PoolHere:
+    """A decoder pool without Ray."""
+
+    def __init__(self, model: str, drafters: Any, settings: DecoderSettings, groups: int) -> None:
+        self.decoder = Decoder(model, drafters, settings)
+
+    def decode(self, groups: Any, sampling: SamplingSettings, on_group: Any) -> None:
+        for index, group in enumerate(groups):
+            on_group(index, self.decoder.decode_group(group, sampling))
+
+
+def test_heldout_prompts_of_a_corpus(shop: Workshop, here: Here) -> None:
+    write_rows(shop.folder / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(4)])
+    write_rows(shop.folder / "heldout.jsonl", [{"prompt": f"Name {n} colours."} for n in range(3)])
+    here.patch.setattr("pipelines.evaluate.DecoderPool", PoolHere)
+    here.patch.setattr("pipelines.evaluate.cluster", lambda settings: nullcontext())
+    assert here.run("prepare", shop.overrides("prepare"))[0] == 0
+    more = ["run=eagle", "evaluate.batch_size=2", "evaluate.temperature=1", "evaluate.top_k=9", "evaluate.prompts=2"]
+    code, output, errors = here.run("evaluate", shop.overrides("evaluate", *more))
+    assert code == 0, errors
+    result = result_of(output)
+    assert {name: part["rows"] for name, part in result["sets"].items()} == {"held-out": 2}
+    assert 1 <= result["metrics"]["eagle"]["tau"] == result["metrics"]["eagle"]["tau_macro"] <= 3
+    assert result["settings"]["top_k"] == 9
+    page = Path(result["report"])
+    assert page == shop.stored / "runs" / "eagle" / "evaluation" / "report.html"
+    assert "held-out prompts" in page.read_text()
+    assert page.with_name("report.png").read_bytes().startswith(b"\x89PNG")
+
+
+class KilledAfterTwo(PoolHere):
+    """Dies in the middle of its work."""
+
+    def decode(self, groups: Any, sampling: SamplingSettings, on_group: Any) -> None:
+        super().decode(groups[:2], sampling, on_group)
+        raise ActorError("a decoder died")
+
+
+def test_an_evaluation_that_died_decodes_only_what_is_left(shop: Workshop, here: Here, tmp_path: Path) -> None:
+    here.patch.setattr("pipelines.evaluate.cluster", lambda settings: nullcontext())
+    given = overrides(shop, "run=flash", f"output={tmp_path}", f"storage.root={shop.output}", "evaluate.max_new_tokens=7")
+    here.patch.setattr("pipelines.evaluate.DecoderPool", KilledAfterTwo)
+    code, output, errors = here.run("evaluate", given)
+    assert (code, "a decoder died" in errors, "result:" in output) == (2, True, False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("decoded/*/*.json")}
+    assert len(before) == 2
+    here.patch.setattr("pipelines.evaluate.DecoderPool", PoolHere)
+    code, output, errors = here.run("evaluate", given)
+    assert code == 0, errors
+    assert len(list(tmp_path.rglob("decoded/*/*.json"))) == sum(part["rows"] for part in result_of(output)["sets"].values()) == 6
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
 # Slow: more processes
 
 
@@ -213,25 +267,6 @@ def test_two_workers_decode_what_one_does(shop: Workshop, tmp_path: Path) -> Non
     assert results[0]["counts"] == results[1]["counts"]
     assert results[0]["texts"] == results[1]["texts"]
     assert len(results[0]["texts"]) == 6
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on(shop: Workshop, tmp_path: Path) -> None:
-    places = [f"output={tmp_path / 'killed'}", f"storage.root={shop.output}", "run=spark", "evaluate.rows=4", "evaluate.max_new_tokens=200"]
-    process = start("evaluate", overrides(shop, *places), start_new_session=True)
-    deadline = time.monotonic() + 120
-    while len(done := list((tmp_path / "killed").rglob("decoded/*/*.json"))) < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    before = {path: path.stat().st_mtime_ns for path in done}
-    result, _ = run("evaluate", overrides(shop, *places))
-    assert len(list((tmp_path / "killed").rglob("decoded/*/*.json"))) == 12
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    places[0] = f"output={tmp_path / 'whole'}"
-    assert run("evaluate", overrides(shop, *places))[0]["counts"] == result["counts"]
 
 
 @pytest.mark.slow
@@ -306,3 +341,12 @@ def write_released(shop: Workshop, folder: Path, change: float = 0.0) -> Path:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.slow
+def test_rows_go_to_a_wandb_table(tmp_path: Path) -> None:
+    config = TrackingConfig(enabled=True, project="test", mode="offline")
+    log_table(config, "spark drafting", tmp_path, "evaluation", ("drafter", "tau"), [{"drafter": "spark", "tau": 1.5}], "a note")
+    (run_folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (table,) = run_folder.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [["spark", 1.5]]
