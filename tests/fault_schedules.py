@@ -381,6 +381,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=220)
     parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after so long no further schedule is begun")
     args = parser.parse_args()
     os.environ.update(aws_environment())
     for (module, name), value in patches().items():
@@ -393,14 +394,16 @@ def main() -> None:
             world = make_world(Path(scratch))
             with proxy(server) as through:
                 for seed in range(args.first, args.first + args.schedules):
+                    if time.perf_counter() - began > 60 * args.minutes:
+                        break
+                    counts["schedules"] += 1
                     counts += disturbed(world, stores(Path(scratch), through, seed), seed)
                     through.rate = 0.0
                 counts.update({f"S3 {kind}": hits for kind, hits in through.hits.items()})
         finally:
             process.terminate()
             process.wait(timeout=20)
-    told = {"schedules": args.schedules, "first": args.first, "seconds": time.perf_counter() - began}
-    print(json.dumps({**told, **dict(sorted(counts.items()))}, indent=2))
+    print(json.dumps({"first": args.first, "seconds": time.perf_counter() - began, **dict(sorted(counts.items()))}, indent=2))
 
 
 if __name__ == "__main__":

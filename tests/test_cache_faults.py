@@ -68,7 +68,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
-@pytest.mark.parametrize("with_ledger", [False, True], ids=["producer", "both"])
+@pytest.mark.parametrize("with_ledger", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["producer", "both"])
 def test_a_producer_killed_at_any_moment_costs_nothing(world: World, s3: S3Server, moment: str, with_ledger: bool) -> None:
     cache = s3.store(f"killed/{moment.replace(' ', '-')}-{with_ledger}")
     ensure_contract(cache, world.recipe.contract)
