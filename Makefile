@@ -10,7 +10,7 @@ ARGS ?=
 
 DRAFTERS := dspark_markov dspark_rnn dflash eagle3 mtp1
 
-.PHONY: help setup demo clean-demo plan corpus drafters prepare regenerate cache train evaluate doctor test test-all lint format
+.PHONY: help setup demo clean-demo plan corpus drafters prepare regenerate cache train evaluate calibrate profile simulate doctor test test-all lint format
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,7 +39,7 @@ clean-demo: ## remove the demo's output
 plan: setup ## bytes, hours, network and cost of a cache for MODEL, before anything runs
 	@$(RUN) -m pipelines.plan 'target=$(MODEL)' $(ARGS)
 
-prepare regenerate train evaluate: setup
+prepare regenerate train evaluate calibrate profile simulate: setup
 	@$(RUN) -m pipelines.$@ 'target=$(MODEL)' $(ARGS)
 
 corpus: setup ## MODEL's answers to PROMPTS=FILE.jsonl with a data set card; stopped and started again, it goes on
