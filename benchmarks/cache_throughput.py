@@ -4,7 +4,8 @@
 
 Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: vLLM without
 capture, one token generated, nothing kept. Cache: a producer from its first lease to its last commit, encoding and writing included, engine
-start left out in both. They take turns (A B A B), each in a fresh process with the engine's environment.
+start left out in both; once into a folder and once to a real S3 server (rclone, started here on this machine). They take turns
+(A B C A B C), each in a fresh process with the engine's environment.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +33,25 @@ from storage.contract import Capture, Contract, ensure_contract
 from storage.object_store import ObjectStore, StorageSettings
 from storage.places import Places
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from s3_server import aws_environment, start  # the tests' S3 server
+
+PARTS = ("bare", "cache", "cache_s3")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
     parser.add_argument("--codec", default="lossless")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--part", choices=["bare", "cache"], help="(internal) one measurement, as JSON; set the engine's environment first")
+    parser.add_argument("--part", choices=PARTS, help="(internal) one measurement, as JSON; set the engine's environment first")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cache_throughput.json"))
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(bare(args) if args.part == "bare" else cached(args)))
+        print(json.dumps(bare(args) if args.part == "bare" else cached(args, s3=args.part == "cache_s3")))
         return
-    results: dict[str, list[dict[str, Any]]] = {"bare": [], "cache": []}
-    environment = vllm_environment(recipe(args, tempfile.gettempdir())[0].engine)
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    environment = vllm_environment(recipe(args, ObjectStore(StorageSettings(tempfile.gettempdir())))[0].engine) | aws_environment()
     for _ in range(args.rounds):
         for part, measured in results.items():
             command = [sys.executable, __file__, "--part", part, "--demo", str(args.demo), "--codec", args.codec]
@@ -56,7 +63,9 @@ def main() -> None:
     summary = {
         "bare_tokens_per_second": speed["bare"],
         "cache_tokens_per_second": speed["cache"],
+        "cache_s3_tokens_per_second": speed["cache_s3"],
         "ratio": speed["cache"] / speed["bare"],
+        "ratio_s3": speed["cache_s3"] / speed["bare"],
         "bytes_per_token": results["cache"][0]["bytes_per_token"],
         "of_published_layout": results["cache"][0]["of_published_layout"],
         "codec": args.codec,
@@ -66,18 +75,17 @@ def main() -> None:
     print(json.dumps({key: value for key, value in summary.items() if key != "runs"}, indent=2))
 
 
-def recipe(args: argparse.Namespace, cache: str) -> tuple[CacheRecipe, Target]:
+def recipe(args: argparse.Namespace, store: ObjectStore) -> tuple[CacheRecipe, Target]:
     target = load_target_config("smollm2_135m").resolve(lambda text: print(text, file=sys.stderr))
     engine = EngineSettings(model=str(target.folder), layer_ids=target.layer_ids, max_length=512)
     contract = Contract(target.identity, Capture(layer_ids=target.layer_ids, max_length=512, codec=args.codec))
     answers = ObjectStore(StorageSettings(str(args.demo))).child(Places(target.config.name, "bundled").answers)
-    store = ObjectStore(StorageSettings(cache))
     return CacheRecipe(store, answers, contract, engine, target.mask_token_id, target.template.stop_ids, ProducerSettings()), target
 
 
 def bare(args: argparse.Namespace) -> dict[str, Any]:
     """The engine alone, over the rows that would be cached."""
-    made, _ = recipe(args, tempfile.gettempdir())
+    made, _ = recipe(args, ObjectStore(StorageSettings(tempfile.gettempdir())))
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -106,10 +114,16 @@ def bare(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
 
 
-def cached(args: argparse.Namespace) -> dict[str, Any]:
-    """`cache` with one producer into a fresh folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        made, target = recipe(args, folder)
+def cached(args: argparse.Namespace, s3: bool) -> dict[str, Any]:
+    """`cache` with one producer into a fresh folder, or a fresh server's bucket."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        store = ObjectStore(StorageSettings(folder))
+        if s3:
+            server, process = start(Path(folder))
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            store = server.store("cache")
+        made, target = recipe(args, store)
         ensure_contract(made.cache, made.contract)
         with cluster(ClusterSettings()):
             rows = AnswerStore(made.answers).rows
