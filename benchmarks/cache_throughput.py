@@ -1,6 +1,6 @@
 """Tokens a second of `cache`, end to end, over the bare engine's prefill; and its bytes a token over the published layout's.
 
-    python benchmarks/cache_throughput.py --demo outputs/demo
+    python benchmarks/cache_throughput.py --output outputs/demo
 
 Both work on the answers that `make demo` left behind: the same rows in the same batches, one engine of one thread. Bare: vLLM without
 capture, one token generated, nothing kept. Cache: a producer from its first lease to its last commit, encoding and writing included, engine
@@ -41,7 +41,8 @@ PARTS = ("bare", "cache", "cache_s3")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder that holds the answers: `make demo` leaves one")
+    parser.add_argument("--corpus", default="bundled")
     parser.add_argument("--codec", default="lossless")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--part", choices=PARTS, help="(internal) one measurement, as JSON; set the engine's environment first")
@@ -54,7 +55,18 @@ def main() -> None:
     environment = vllm_environment(recipe(args, ObjectStore(StorageSettings(tempfile.gettempdir())))[0].engine) | aws_environment()
     for _ in range(args.rounds):
         for part, measured in results.items():
-            command = [sys.executable, __file__, "--part", part, "--demo", str(args.demo), "--codec", args.codec]
+            command = [
+                sys.executable,
+                __file__,
+                "--part",
+                part,
+                "--output",
+                str(args.output),
+                "--corpus",
+                args.corpus,
+                "--codec",
+                args.codec,
+            ]
             # From the process's start: OpenMP reads how many threads it may use when torch is imported.
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
             measured.append(json.loads(done.stdout.splitlines()[-1]))
@@ -79,7 +91,7 @@ def recipe(args: argparse.Namespace, store: ObjectStore) -> tuple[CacheRecipe, T
     target = load_target_config("smollm2_135m").resolve(lambda text: print(text, file=sys.stderr))
     engine = EngineSettings(model=str(target.folder), layer_ids=target.layer_ids, max_length=512)
     contract = Contract(target.identity, Capture(layer_ids=target.layer_ids, max_length=512, codec=args.codec))
-    answers = ObjectStore(StorageSettings(str(args.demo))).child(Places(target.config.name, "bundled").answers)
+    answers = ObjectStore(StorageSettings(str(args.output))).child(Places(target.config.name, args.corpus).answers)
     return CacheRecipe(store, answers, contract, engine, target.mask_token_id, target.template.stop_ids, ProducerSettings()), target
 
 

@@ -1,6 +1,6 @@
 """What each codec makes of real hidden states: bytes against bf16 and against the published layout, error, and speed of one thread.
 
-    python benchmarks/codec_sizes.py --demo outputs/demo
+    python benchmarks/codec_sizes.py --output outputs/demo
 
 Reads the rows that `make demo` cached (losslessly, so that they are the engine's own bits) and encodes the same rows in every codec.
 """
@@ -30,11 +30,12 @@ from storage.upkeep import published_bytes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder that holds the cache: `make demo` leaves one")
+    parser.add_argument("--corpus", default="bundled")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/codec_sizes.json"))
     args = parser.parse_args()
-    cache = ObjectStore(StorageSettings(str(args.demo))).child(Places("smollm2_135m", "bundled").cache)
+    cache = ObjectStore(StorageSettings(str(args.output))).child(Places("smollm2_135m", args.corpus).cache)
     contract, manifest = load_contract(cache), Manifest.current(cache)
     assert contract.capture.codec != "fp8", "the rows must be the engine's own bits"
     chosen = np.random.default_rng(0).permutation(len(manifest))[: args.rows]

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from drafters.config import DrafterConfig
 from pipelines.figures import MARKERS, SERIES, save
 from pipelines.job import write_json
 from pipelines.prepare import read_conversations
-from pipelines.target import Target, TargetConfig, load_target_config
+from pipelines.target import Target, load_target_config
 from storage.checkpoint import load_drafter
 from storage.object_store import ObjectStore, StorageSettings
 from storage.places import Places
@@ -52,10 +53,9 @@ def main() -> None:
     args = parser.parse_args()
     runs = [(experiment, seed) for seed in args.seeds for experiment in args.experiments]
     with ThreadPoolExecutor(args.side_by_side) as pool:
-        list(pool.map(lambda run: train(args, *run), runs))
-    config: TargetConfig = load_target_config("smollm2_135m")
-    target = config.resolve(print)
-    rows = [measure(args, target, experiment, seed) for experiment, seed in runs]
+        list(pool.map(lambda run: train(args.output, args.corpus, *run, args.steps, args.set), runs))
+    target = load_target_config("smollm2_135m").resolve(print)
+    rows = [measure(args.output, args.corpus, target, *run, args.steps, args.prompts, args.max_new_tokens) for run in runs]
     facts = {key: getattr(args, key) for key in ("corpus", "steps", "set", "prompts", "max_new_tokens")}
     write_json(args.out, {**facts, "temperature": 0, "rows": rows})
     save(by_position(rows), args.out.with_suffix(".png"))
@@ -66,30 +66,32 @@ def name(experiment: str, seed: int, steps: int) -> str:
     return f"{experiment}-{steps}-seed{seed}"
 
 
-def train(args: argparse.Namespace, experiment: str, seed: int) -> None:
-    """The demo's training with another drafter, corpus, seed or length."""
-    overrides = [f"output={args.output}", f"corpus.name={args.corpus}", f"+experiment={experiment}", f"train.seed={seed}"]
-    overrides += [f"train.steps={args.steps}", f"run.name={name(experiment, seed, args.steps)}", *args.set]
+def train(output: Path, corpus: str, experiment: str, seed: int, steps: int, options: Sequence[str]) -> None:
+    """The demo's training with another drafter, corpus, seed or length, on one thread. A finished one is not repeated."""
+    overrides = [f"output={output}", f"corpus.name={corpus}", f"+experiment={experiment}", f"train.seed={seed}"]
+    overrides += [f"train.steps={steps}", f"run.name={name(experiment, seed, steps)}", *options]
     if experiment == "mtp1":
         overrides = [each for each in overrides if not each.startswith("drafter.block_length=")]  # it drafts one token
     command = [sys.executable, "-m", "pipelines.train", *overrides, "workers.cpus=1", "cluster.cpus=1", "tracking=none"]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
 
 
-def measure(args: argparse.Namespace, target: Target, experiment: str, seed: int) -> dict[str, Any]:
-    """Greedy accepted length over all held-out prompts."""
-    store = ObjectStore(StorageSettings(str(args.output)))
-    places = Places(target.config.name, args.corpus)
-    files = load_drafter(store.child(f"{places.run(name(experiment, seed, args.steps))}/drafter"))
+def measure(
+    output: Path, corpus: str, target: Target, experiment: str, seed: int, steps: int, count: int | None, max_new_tokens: int
+) -> dict[str, Any]:
+    """Greedy accepted length over `count` held-out prompts, and what the training said of itself."""
+    store, places = ObjectStore(StorageSettings(str(output))), Places(target.config.name, corpus)
+    run = places.run(name(experiment, seed, steps))
+    files = load_drafter(store.child(f"{run}/drafter"))
     drafter = build_drafter(str(target.folder), DrafterConfig.from_dict(files.config), "bfloat16")
     drafter.load_trainable(files.tensors)
     model: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.bfloat16)
     heldout = read_conversations(store.child(places.prompts), "heldout")
-    prompts = [target.template.prompt_ids(c.rounds()[0]) for c in sorted(heldout, key=lambda c: c.id)[: args.prompts]]
-    settings = SamplingSettings(0.0, args.max_new_tokens, target.template.stop_ids)
+    prompts = [target.template.prompt_ids(c.rounds()[0]) for c in sorted(heldout, key=lambda c: c.id)[:count]]
+    settings = SamplingSettings(0.0, max_new_tokens, target.template.stop_ids)
     decoder = TransformersTarget.for_drafter(model, files.contract.capture.layer_ids, drafter.config)
     shown = divide(acceptance_metrics(speculative_decode(decoder, drafter.eval(), prompts, settings, batch_size=16)))
-    trained = json.loads((args.output / places.run(name(experiment, seed, args.steps)) / "train.json").read_text())
+    trained = json.loads((output / run / "train.json").read_text())
     row = {
         "experiment": experiment,
         "seed": seed,

@@ -1,6 +1,6 @@
 """Bytes a second of the reader over bare concurrent ranged GETs of the same objects, and how long a trainer waits for data; from local S3.
 
-    python benchmarks/reader_throughput.py --demo outputs/demo
+    python benchmarks/reader_throughput.py --output outputs/demo
 
 Copies the cache that `make demo` left behind to a real S3 server (rclone, started here on this machine), in each codec. Bare: as many
 threads as the reader has, each asking for the next sample's range and dropping the bytes. Reader: the same ranges in the same order,
@@ -33,12 +33,11 @@ from storage.reader import SampleReader
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from s3_server import aws_environment, start  # the tests' S3 server
 
-PLACES = Places("smollm2_135m", "bundled")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("outputs/demo"), help="output folder of `make demo`")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder that holds the cache: `make demo` leaves one")
+    parser.add_argument("--corpus", default="bundled")
     parser.add_argument("--codecs", nargs="+", default=["raw", "lossless", "fp8"])
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -47,15 +46,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reader_throughput.json"))
     args = parser.parse_args()
     os.environ.update(aws_environment())
-    source = ObjectStore(StorageSettings(str(args.demo))).child(PLACES.cache)
+    places = Places("smollm2_135m", args.corpus)
+    source = ObjectStore(StorageSettings(str(args.output))).child(places.cache)
     with tempfile.TemporaryDirectory() as folder:
         server, process = start(Path(folder))
         try:
             result: dict[str, Any] = {"threads": args.threads, "codecs": {}}
             for codec in args.codecs:
                 root = server.store(codec)
-                transcode(source, root.child(PLACES.cache), codec)
-                found = measure(root.child(PLACES.cache), args)
+                transcode(source, root.child(places.cache), codec)
+                found = measure(root.child(places.cache), args)
                 if args.steps:
                     found["data_wait_share"] = data_wait(root, args, Path(folder) / f"{codec}-results")
                 result["codecs"][codec] = found
@@ -98,7 +98,16 @@ def data_wait(root: ObjectStore, args: argparse.Namespace, results: Path) -> flo
     """Share of the last steps' time in which the demo's training, from this server, waited for data."""
     on_s3 = ["storage=s3", f"storage.root={root.settings.root}", f"storage.endpoint_url={root.settings.endpoint_url}"]
     options = [f"train.steps={args.steps}", f"train.log_every={args.steps // 2}", "train.head_start=random", "tracking=none"]
-    command = [sys.executable, "-m", "pipelines.train", "+experiment=dspark_markov", f"output={results}", *on_s3, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.train",
+        "+experiment=dspark_markov",
+        f"output={results}",
+        f"corpus.name={args.corpus}",
+        *on_s3,
+        *options,
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     trained = json.loads(Path(done.stdout.splitlines()[-1].removeprefix("result: ")).read_text())
     return float(trained["metrics"]["data_wait_share"])
