@@ -4,7 +4,7 @@
 
 Writes the cache that `make demo` left behind anew in each codec, trains DSpark with a Markov head from each, and compares what held-out
 rows say at the end, and the accepted length at temperature 0. Rows, held-out rows, budget and first weights are the same; the order of the
-samples is not, since it follows from the cache's hash: that is part of the noise that the seeds show. A row is in the results as soon as its
+samples is not, since it follows from the cache's hash: that is part of the noise that the seeds show. A row is in the results once its
 training has been measured; run the same command again for those that are missing. `--minutes` bounds how long new ones are begun.
 """
 
