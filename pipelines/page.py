@@ -82,10 +82,10 @@ def write_page(page: Page, folder: Path) -> Path:
         for section in page.sections:
             if section.figure is not None:
                 for suffix in (".png", ".svg"):
-                    _publish(folder / "figures" / f"{section.name}{suffix}", partial(figures.save, section.figure))
-        _publish(folder / "report.png", partial(figures.save, page.picture))
+                    publish(folder / "figures" / f"{section.name}{suffix}", partial(figures.save, section.figure))
+        publish(folder / "report.png", partial(figures.save, page.picture))
         text = render_page(page)
-        _publish(folder / "report.html", lambda path: path.write_text(text, encoding="utf-8"))
+        publish(folder / "report.html", lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise ReportError(f"cannot write the report to {folder}: {error.strerror or error}. Choose another output folder.") from error
     return folder / "report.html"
@@ -96,7 +96,7 @@ def percent(share: float, digits: int = 1) -> str:
     return "–" if share != share else f"{100 * share:.{digits}f} %"
 
 
-def _publish(path: Path, write: Callable[[Path], object]) -> None:
+def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Finished beside its place and then moved there, so that no reader sees half a page."""
     beside = path.with_name(f".{os.getpid()}-{path.name}")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from pipelines import comparison_figures as comparison
 from pipelines import figures
 from pipelines.figures import duration
+from pipelines.page import publish
 from pipelines.poster import poster
 from pipelines.report_data import (
     Acceptance,
@@ -108,10 +108,10 @@ def write_report(report: EvaluationReport, folder: Path | str) -> Path:
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         for name, figure in _figures(report).items():
             for suffix in (".png", ".svg"):
-                _publish(folder / "figures" / f"{name}{suffix}", partial(figures.save, figure))
-        _publish(folder / "report.png", partial(figures.save, poster(report), ground=None))
+                publish(folder / "figures" / f"{name}{suffix}", partial(figures.save, figure))
+        publish(folder / "report.png", partial(figures.save, poster(report), ground=None))
         page = render_html(report)
-        _publish(folder / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
+        publish(folder / "report.html", lambda path: path.write_text(page, encoding="utf-8"))
     except OSError as error:
         raise ReportError(f"cannot write the report to {folder}: {error.strerror or error}. Choose another output folder.") from error
     return folder / "report.html"
@@ -315,12 +315,3 @@ def _percent(ratios: Sequence[Ratio]) -> str:
 
 def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}×"
-
-
-def _publish(path: Path, write: Callable[[Path], object]) -> None:
-    beside = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
