@@ -178,9 +178,9 @@ class _Batch:
         elif stay is None:
             self._extend(states.features, committed, tokens)
         end = self._now()
-        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - chosen_at, end - start])
-        self.seconds[requests] += spent / len(requests)
         self.policy.observe(RoundOutcome(requests, drafted, lengths, accepted, confidence, end - start, drafted_at - start))
+        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - chosen_at, time.perf_counter() - start])
+        self.seconds[requests] += spent / len(requests)
 
     def _propose(self, drafted: np.ndarray) -> DraftBlock | None:
         """Draft for the requests that the policy drafts for."""
@@ -193,7 +193,10 @@ class _Batch:
         if some is not None:
             rows = torch.from_numpy(some).to(self.device)
             context, anchor, positions, streams = context.part(rows), anchor[rows], positions[rows], streams.part(rows)
-        block = propose(self.drafter, context, anchor, positions, width, self.settings, streams)
+        lengths = None
+        if self.policy.shortens:
+            lengths = torch.from_numpy((drafted if some is None else drafted[some]).clip(1)).to(self.device)
+        block = propose(self.drafter, context, anchor, positions, width, self.settings, streams, lengths)
         return block if some is None else block.spread(rows, len(drafted))
 
     def _verify(self, block: DraftBlock | None, counts: Tensor, logits: Tensor) -> Verdict:

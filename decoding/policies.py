@@ -59,10 +59,13 @@ class Policy:
     Attributes:
         name: for tables and figures.
         needs_confidence: the drafter must have a confidence head.
+        shortens: blocks are made as long as what is drafted, rather than cut from whole ones. That is cheaper, but slots see each other,
+            so it is another draft.
     """
 
     name = "full block"
     needs_confidence = False
+    shortens = False
 
     def begin(self) -> None:
         """A new batch starts: requests are numbered anew."""
@@ -95,6 +98,16 @@ class StaticLength(Policy):
 
     def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
         return np.minimum(limits, self.length)
+
+
+class BlockLength(StaticLength):
+    """Blocks made with fewer slots than the drafter was trained for: how their acceptance is measured."""
+
+    shortens = True
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.name = f"blocks of {length}"
 
 
 class Threshold(Policy):

@@ -49,6 +49,7 @@ def propose(
     width: int,
     settings: SamplingSettings,
     streams: RandomStreams,
+    lengths: Tensor | None = None,
 ) -> DraftBlock:
     """Draft `width` tokens after every request's anchor.
 
@@ -62,6 +63,8 @@ def propose(
         width: slots to draft, at most the drafter's block length.
         settings: how tokens are drawn; at temperature 0 the likeliest ones are drafted.
         streams: random numbers of each request's present round.
+        lengths: [B] int64 in 1..width, the length of each request's block where it is to be made shorter, rather than cut from a whole one;
+            tokens past it mean nothing. In a chain there is no difference.
     """
     uniforms = None if settings.greedy else streams.uniform(Draw.DRAFT, width)
     if drafter.config.chain:
@@ -70,7 +73,7 @@ def propose(
             lambda slot, previous: drafter.base_logits(chain.step(previous)), anchor_tokens, width, settings, uniforms
         )
         return DraftBlock(tokens, probs, None)
-    hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions)[:, :width]
+    hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions, lengths)[:, :width]
     logits = drafter.base_logits(hidden)
     if drafter.head is None:
         tokens, probs = _choose(logits, settings, uniforms)

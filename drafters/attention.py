@@ -90,7 +90,9 @@ def visible_context(starts: Tensor, positions: Tensor, slots: Slots) -> Tensor:
     return before & (queries[:, :, None] - positions < slots.window)
 
 
-def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor, visible: Tensor) -> Tensor:
+def joint_attention(
+    q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor, visible: Tensor, own_visible: Tensor | None = None
+) -> Tensor:
     """Blocks against a context of their own (batched) or one in common, one softmax over context and block scores.
 
     Args:
@@ -98,6 +100,7 @@ def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Te
         context_k, context_v: [T, kv_heads, d] shared by all blocks, or [B, T, kv_heads, d].
         block_k, block_v: [B, n, kv_heads, d], seen by every query of their block.
         visible: [B, m, T] bool for the context.
+        own_visible: [B, n] bool, which of their block's keys its queries see; all where None.
 
     Returns:
         [B, m, heads, d].
@@ -108,6 +111,8 @@ def joint_attention(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Te
     # [B, m, kv, group, d] -> [B, kv, group * m, d]: the query heads that share a key head become rows of one product.
     rows = (q * d**-0.5).view(blocks, slots, kv_heads, group, d).permute(0, 2, 3, 1, 4).reshape(blocks, kv_heads, group * slots, d)
     own = rows @ block_k.permute(0, 2, 3, 1)
+    if own_visible is not None:
+        own = own.masked_fill(~own_visible[:, None, None], float("-inf"))
     if context_k.dim() == 3:
         flat = rows.transpose(0, 1).reshape(kv_heads, blocks * group * slots, d)
         seen = (flat @ context_k.permute(1, 2, 0)).view(kv_heads, blocks, group * slots, -1).transpose(0, 1)

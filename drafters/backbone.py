@@ -223,6 +223,7 @@ class Backbone(nn.Module):
             batch.positions[batch.anchors],
             [layer.context_keys_values(context, self._rotary(batch.positions)) for layer in self._layers()],
             attend,
+            slots,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -249,8 +250,19 @@ class Backbone(nn.Module):
         cache.lengths = cache.lengths + counts
 
     @torch.no_grad()
-    def block(self, cache: ContextCache, anchor_tokens: Tensor, anchor_positions: Tensor, target_head: TargetHead) -> Tensor:
+    def block(
+        self,
+        cache: ContextCache,
+        anchor_tokens: Tensor,
+        anchor_positions: Tensor,
+        target_head: TargetHead,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         """Inference form of `forward`: one block per request, [B, g, H]; only positions before the anchor are attended to.
+
+        Args:
+            lengths: [B] int64, draft tokens of each request's block (1 to g), all g where None. Slots see each other, so what a slot of a
+                shorter block says is not what it says in a whole one. Then [B, longest, H] comes back, meaningless past a length.
 
         Raises:
             DrafterError: where the context before an anchor is not in the cache.
@@ -258,18 +270,27 @@ class Backbone(nn.Module):
         cache.require_context(anchor_positions)
         longest = int(anchor_positions.max())
         positions = torch.arange(longest, device=anchor_positions.device)
-        visible = visible_context(anchor_positions, positions, Slots(self.config.input_slots, self.config.window))
+        spare, own_visible = self.config.input_slots - self.config.block_length, None
+        slots = self.config.input_slots if lengths is None else int(lengths.max()) + spare
+        if lengths is not None and bool((lengths + spare < slots).any()):
+            own_visible = torch.arange(slots, device=lengths.device) < (lengths + spare)[:, None]
+        visible = visible_context(anchor_positions, positions, Slots(slots, self.config.window))
 
         def attend(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
-            return joint_attention(q, context_k, context_v, block_k, block_v, visible)
+            return joint_attention(q, context_k, context_v, block_k, block_v, visible, own_visible)
 
         context = [(keys[:, :longest], values[:, :longest]) for keys, values in zip(cache.keys, cache.values, strict=True)]
-        return self._run(target_head, anchor_tokens, anchor_positions, context, attend)
+        return self._run(target_head, anchor_tokens, anchor_positions, context, attend, slots)
 
     def _run(
-        self, target_head: TargetHead, tokens: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], attend: BlockAttention
+        self,
+        target_head: TargetHead,
+        tokens: Tensor,
+        positions: Tensor,
+        context: list[tuple[Tensor, Tensor]],
+        attend: BlockAttention,
+        slots: int,
     ) -> Tensor:
-        slots = self.config.input_slots
         ids = tokens[:, None].repeat(1, slots)
         ids[:, 1:] = self.config.mask_token_id
         x = target_head.embed(ids)
@@ -277,7 +298,7 @@ class Backbone(nn.Module):
         for layer, (context_k, context_v) in zip(self.layers, context, strict=True):
             x = layer(x, rotary, context_k, context_v, attend)
         # zlab's slot 0 stands on the anchor and is not trained; dropping it makes slot k predict anchor + k + 1 in both layouts.
-        return self.norm(x[:, slots - self.config.block_length :])
+        return self.norm(x[:, self.config.input_slots - self.config.block_length :])
 
     def _rotary(self, positions: Tensor) -> Rotary:
         return rotary_of(self.config, positions, self.fc.weight.dtype)

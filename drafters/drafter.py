@@ -153,15 +153,18 @@ class Drafter(nn.Module):
         else:
             self.backbone.extend(cache, features, counts)
 
-    def block_hidden(self, cache: ContextCache, anchor_tokens: Tensor, anchor_positions: Tensor) -> Tensor:
+    def block_hidden(self, cache: ContextCache, anchor_tokens: Tensor, anchor_positions: Tensor, lengths: Tensor | None = None) -> Tensor:
         """h [B, g, H] for one block per request, attending to cached positions before anchor_positions[b] only.
+
+        Args:
+            lengths: [B] int64, draft tokens of each block where they are to be shorter than g; see `Backbone.block`.
 
         Raises:
             DrafterError: in a chain, whose slots come one by one (`begin_chain`).
         """
         if isinstance(self.backbone, Chain):
             raise DrafterError("a chain has no block to work out at once; use begin_chain")
-        return self.backbone.block(cache, anchor_tokens, anchor_positions, self.target_head)
+        return self.backbone.block(cache, anchor_tokens, anchor_positions, self.target_head, lengths)
 
     def begin_chain(self, cache: ContextCache, anchor_positions: Tensor) -> ChainRun:
         """A chain of slots per request, to be stepped with the tokens at anchor, anchor + 1, ...

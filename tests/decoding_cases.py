@@ -106,7 +106,7 @@ class ScriptedDrafter:
             cache.features[cache.requests[row]].append(features[row, :count].clone())
         cache.lengths = cache.lengths + counts
 
-    def block_hidden(self, cache: ScriptCache, anchor_tokens: Tensor, anchor_positions: Tensor) -> Tensor:
+    def block_hidden(self, cache: ScriptCache, anchor_tokens: Tensor, anchor_positions: Tensor, lengths: Tensor | None = None) -> Tensor:
         # The context holds exactly the positions before the anchor.
         assert cache.lengths.tolist() == anchor_positions.tolist()
         tokens = [

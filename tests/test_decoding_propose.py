@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from decoding.errors import DecodingError
 from decoding.loop import speculative_decode
+from decoding.policies import BlockLength
 from decoding.propose import propose
 from decoding.sampling import RandomStreams
 from decoding.settings import SamplingSettings
@@ -48,14 +49,24 @@ def test_greedy_output_is_the_targets_own(family, kind):
             assert all(0 < c < 1 for c in r.confidence)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_shorter_blocks_leave_the_text_as_it_is(kind):
+    drafter = tiny_drafter("qwen3", kind)
+    target = TransformersTarget.for_drafter(tiny_model("qwen3"), LAYERS, drafter.config)
+    length = min(2, drafter.config.block_length)
+    generations = speculative_decode(target, drafter, PROMPTS, SamplingSettings(max_new_tokens=NEW), policy=BlockLength(length))
+    assert [g.tokens for g in generations] == [greedy_reference("qwen3", tuple(p), NEW) for p in PROMPTS]
+    assert {r.drafted for g in generations for r in g.rounds[:2]} == {length}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_context_kept_across_rounds_drafts_as_one_made_from_scratch(family, monkeypatch):
     model, drafter = tiny_model(family), tiny_drafter(family)
     blocks = []
     original = drafter.block_hidden
 
-    def spy(cache, tokens, positions):
-        hidden = original(cache, tokens, positions)
+    def spy(cache, tokens, positions, lengths=None):
+        hidden = original(cache, tokens, positions, lengths)
         assert cache.lengths.tolist() == positions.tolist()
         blocks.extend(zip(tokens.tolist(), positions.tolist(), hidden, strict=True))
         return hidden
@@ -148,6 +159,28 @@ def test_each_slot_knows_the_token_just_chosen(head, temperature):
         else:
             assert block.probs is None
             assert block.tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["none", "markov", "zlab"])
+def test_a_shorter_block_is_what_a_drafter_of_that_block_length_makes(kind):
+    """Whatever lengths the other requests of the batch have; and it is another one than the first slots of a whole block."""
+    model, drafter = tiny_model("qwen3"), tiny_drafter("qwen3", kind)
+    tokens, anchors = torch.tensor([9, 4, 17, 30]), torch.tensor([4, 1, 9, 2])
+    cache = drafter.new_cache(4, 9)
+    texts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[3]]
+    features = torch.nn.utils.rnn.pad_sequence([features_of(model, text)[0] for text in texts], batch_first=True)
+    drafter.extend_context(cache, features, anchors)
+    lengths = torch.tensor([2, 4, 1, 3])
+    mixed = drafter.block_hidden(cache, tokens, anchors, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        own = tiny_drafter("qwen3", kind, block_length=length)
+        own.load_trainable(drafter.trainable_state())
+        expected = own.block_hidden(cache, tokens, anchors)[row]
+        assert_close(mixed[row, :length], expected)
+        same = drafter.block_hidden(cache, tokens, anchors, torch.full((4,), length))[row]
+        assert_close(same, expected)
+        whole = drafter.block_hidden(cache, tokens, anchors)[row, :length]
+        assert torch.allclose(whole, expected) == (length == 4)
 
 
 def test_drafted_blocks_follow_the_chain_of_the_head():
