@@ -3,6 +3,7 @@
 Decisions are made from past rounds alone, hence lossless whatever policy then decides over verification.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +19,8 @@ class DraftCosts(Protocol):
     def seconds(self, requests: int) -> np.ndarray:
         """Of a round that drafts whole blocks for all, by tokens in the target's pass."""
 
-    def draft_seconds(self, requests: int, width: int) -> float:
-        """Of drafting `width` tokens for that many requests."""
+    def block_seconds(self, requests: int, length: int) -> float:
+        """Of drafting blocks of `length` tokens for that many requests."""
 
 
 @dataclass
@@ -27,7 +28,7 @@ class _Request:
     """What is remembered of one request.
 
     Attributes:
-        survival: [g] running mean of its calibrated survival.
+        survival: [g] running mean of its calibrated survival, as of whole blocks.
         idle: rounds since it was drafted for last.
         patience: idle rounds after which it is tried again; doubles each time that does not bring it back.
     """
@@ -40,12 +41,14 @@ class _Request:
 class DraftGate(Policy):
     """Draft for those requests, and so many tokens, that expected throughput is highest; verification is the inner policy's.
 
-    For some shares of the batch (those with the highest expected gain first) and some widths, the expected throughput is worked out from
-    the cost table, verification sized as the capacity search would. A request that is passed over is tried again after a while, so that it
-    can recover.
+    For some shares of the batch (those with the highest expected gain first) and some block lengths, the expected throughput is worked out
+    from the cost table, verification sized as the capacity search would. A shorter block is made with fewer slots, which costs less and
+    is another draft, since slots see each other: its survival is the whole block's times a ratio that was measured, and a length that was
+    not measured is never chosen. A request that is passed over is tried again after a while, so that it can recover.
     """
 
     needs_confidence = True
+    shortens = True
     SHARES = (0.25, 0.5, 0.75, 1.0)
 
     def __init__(
@@ -54,6 +57,7 @@ class DraftGate(Policy):
         calibrator: Calibrator,
         costs: DraftCosts,
         prior: np.ndarray,
+        shorter: Mapping[int, np.ndarray] | None = None,
         memory: float = 8.0,
         probe_after: int = 8,
         probe_at_most: int = 64,
@@ -61,6 +65,7 @@ class DraftGate(Policy):
         """
         Args:
             prior: [g] survival that a request is credited with before anything is known of it.
+            shorter: by block length w below g, [w] measured survival of such blocks over that of whole ones. None: only whole blocks.
             memory: rounds after which an observation's weight has fallen to 1/e.
             probe_after, probe_at_most: idle rounds before a request is tried again, the first time and at most.
         """
@@ -68,8 +73,7 @@ class DraftGate(Policy):
         self.name = f"gate + {inner.name}"
         self.prior, self.blend = np.asarray(prior, dtype=np.float64), 1 - float(np.exp(-1 / memory))
         self.probe_after, self.probe_at_most = probe_after, probe_at_most
-        block = len(self.prior)
-        self.widths = sorted({1, max(block // 2, 1), block})
+        self.ratios = {**(shorter or {}), len(self.prior): np.ones_like(self.prior)}
         self._known: dict[int, _Request] = {}
 
     def begin(self) -> None:
@@ -100,21 +104,27 @@ class DraftGate(Policy):
             return
         survival = self.calibrator.survival(outcome.confidence)
         for row, (request, drafted) in enumerate(zip(outcome.requests.tolist(), outcome.drafted.tolist(), strict=True)):
-            mean = self._known[request].survival
-            mean[:drafted] += self.blend * (survival[row, :drafted] - mean[:drafted])
+            if drafted:
+                mean = self._known[request].survival[:drafted]
+                mean += self.blend * (self._as_whole(survival[row, :drafted]) - mean)
+
+    def _as_whole(self, survival: np.ndarray) -> np.ndarray:
+        """What the survival of one block says of whole ones. Near the end of a text blocks may have a length that was not measured."""
+        ratio = self.ratios.get(len(survival), 1.0)
+        return np.minimum(np.divide(survival, ratio, out=np.ones_like(survival), where=np.greater(ratio, 0)), 1.0)
 
     def _best(self, survival: np.ndarray) -> np.ndarray:
-        """[R] widths with the highest expected throughput; all 0 where drafting does not pay at all."""
+        """[R] block lengths with the highest expected throughput; all 0 where drafting does not pay at all."""
         requests, block = survival.shape
-        seconds = self.costs.seconds(requests)[requests:] - self.costs.draft_seconds(requests, block)
+        seconds = self.costs.seconds(requests)[requests:] - self.costs.block_seconds(requests, block)
         order = np.argsort(-survival.sum(1), kind="stable")
         best, chosen = requests / seconds[0], np.zeros(requests, dtype=np.int64)
         for count in sorted({max(round(share * requests), 1) for share in self.SHARES}):
-            for width in self.widths:
-                falling = -np.sort(-survival[order[:count], :width], axis=None)
+            for length, ratio in self.ratios.items():
+                falling = -np.sort(-np.minimum(survival[order[:count], :length] * ratio, 1.0), axis=None)
                 expected = requests + np.concatenate(([0.0], np.cumsum(falling)))
-                rate = expected / (seconds[: len(expected)] + self.costs.draft_seconds(count, width))
+                rate = expected / (seconds[: len(expected)] + self.costs.block_seconds(count, length))
                 if (highest := float(rate.max())) > best:
                     best, chosen = highest, np.zeros(requests, dtype=np.int64)
-                    chosen[order[:count]] = width
+                    chosen[order[:count]] = length
         return chosen

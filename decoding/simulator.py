@@ -3,13 +3,14 @@
 Each replica runs rounds over the requests that it holds, as the decoder does: plan, draft, choose what to verify, commit. What a draft
 would have met is read from recorded rounds (whole blocks verified); how long a round takes is read from the table. A round that verified
 less than was recorded leaves its request between two recorded rounds; it goes on with the next one that begins at or after its place. So a
-text that is cut shorter sees confidences of its own neighbourhood, not of its exact place: that is the model's one approximation besides
-the cost table.
+text that is cut shorter sees confidences of its own neighbourhood, not of its exact place. Where a policy makes shorter blocks, each
+acceptance of the whole block stands only as often as was measured for such blocks. These are the model's approximations besides the cost
+table.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,11 +60,18 @@ class Traces:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy to be compared. `make` gives each replica its own; `drafted` False is decoding without any drafter."""
+    """A policy to be compared.
+
+    Attributes:
+        make: gives each replica its own.
+        drafted: False is decoding without any drafter.
+        shorter: by block length, measured survival of such blocks over that of whole ones.
+    """
 
     name: str
     make: Callable[[], Policy]
     drafted: bool = True
+    shorter: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 class Arrivals(Protocol):
@@ -112,6 +120,11 @@ class Served:
     speeds: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
 
+    def add(self, other: "Served") -> None:
+        """Count another simulation in, one after the other."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     @property
     def throughput(self) -> float:
         """Tokens a second of one replica."""
@@ -150,6 +163,7 @@ class Replica:
         self.place = np.zeros(0, dtype=np.int64)
         self.began = np.zeros(0)
         self.waiting: deque[tuple[int, int, int, float]] = deque()  # number, trace, place, when it came
+        self._random = np.random.default_rng(0)
 
     @property
     def load(self) -> int:
@@ -171,7 +185,7 @@ class Replica:
         width = int(planned.max(initial=0))
         confidence = self.traces.confidence[rows, :width] if width and self.traces.has_confidence else None
         lengths = self.policy.lengths(self.number, planned, confidence) if self.contender.drafted else planned
-        accepted = np.minimum(self.traces.accepted[rows], lengths)
+        accepted = np.minimum(self._accepted(rows, planned), lengths)
         committed = np.minimum(accepted + 1, left)
         seconds, drafting = self._cost(requests, planned, lengths)
         if self.contender.drafted:
@@ -194,12 +208,25 @@ class Replica:
             self.place, self.began = np.append(self.place, place), np.append(self.began, now if not place else -np.inf)
             self.served.waits.append(now - came)
 
+    def _accepted(self, rows: np.ndarray, planned: np.ndarray) -> np.ndarray:
+        """[R] draft tokens that would be accepted of blocks as long as planned."""
+        accepted = self.traces.accepted[rows]
+        if not self.policy.shortens:
+            return accepted
+        for length, ratio in self.contender.shorter.items():
+            own = np.flatnonzero(planned == length)
+            if len(own):
+                lasting = (self._random.random((len(own), 1)) < np.minimum.accumulate(np.minimum(ratio, 1.0))).sum(1)
+                accepted[own] = np.minimum(accepted[own], lasting)
+        return accepted
+
     def _cost(self, requests: int, planned: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
         """(seconds of the round, of them drafting)."""
         if not self.contender.drafted:
             return self.table.plain_seconds(requests), 0.0
         whole = float(self.table.seconds(requests)[requests + int(lengths.sum())])
-        drafting = self.table.draft_seconds(int((planned > 0).sum()), int(planned.max(initial=0)))
+        cost = self.table.block_seconds if self.policy.shortens else self.table.draft_seconds
+        drafting = cost(int((planned > 0).sum()), int(planned.max(initial=0)))
         return max(whole - self.table.draft_seconds(requests, self.table.block), 0.0) + drafting, drafting
 
     def _count(self, planned: np.ndarray, lengths: np.ndarray, accepted: np.ndarray, committed: np.ndarray) -> None:

@@ -16,7 +16,8 @@ from decoding.settings import SamplingSettings
 from decoding.target import TransformersTarget
 from drafters.drafter import Drafter
 
-FORMAT = 1
+FORMAT = 2
+WHOLE_ROUNDS = "whole rounds of the in-process decoder, drafting included"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Curve:
         requests: R.
         tokens: B, tokens in the target's pass, ascending from R; the measured points.
         seconds: of a whole round with B tokens, drafting of the whole block included.
-        draft_seconds: of proposing w tokens for every request, by w from 0 to g; part of `seconds` at w = g.
+        draft_seconds: of proposing w tokens for every request, cut from whole blocks, by w from 0 to g; part of `seconds` at w = g.
+        block_seconds: of proposing blocks of w tokens, made with so many slots only, by w from 0 to g.
         plain_seconds: of a round without any drafter.
     """
 
@@ -35,6 +37,7 @@ class Curve:
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     draft_seconds: tuple[float, ...]
+    block_seconds: tuple[float, ...]
     plain_seconds: float
 
 
@@ -50,7 +53,8 @@ class ThroughputTable:
         curves: by ascending number of requests.
         context: tokens that each request's text had.
         block: g.
-        kind: "measured" on this project's decoder, or "assumed".
+        kind: "measured" or "assumed".
+        covers: what a round's seconds are made of, in words; shown with every figure.
         fingerprint: what the figures hold for: machine, versions, target, drafter.
     """
 
@@ -58,6 +62,7 @@ class ThroughputTable:
     context: int
     block: int
     kind: str
+    covers: str = WHOLE_ROUNDS
     fingerprint: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,8 +79,12 @@ class ThroughputTable:
         return _sps(self, requests)
 
     def draft_seconds(self, requests: int, width: int) -> float:
-        """Of proposing `width` tokens for that many requests."""
+        """Of proposing `width` tokens for that many requests, cut from whole blocks."""
         return self._by_requests(requests, [curve.draft_seconds[width] for curve in self.curves])
+
+    def block_seconds(self, requests: int, length: int) -> float:
+        """Of proposing blocks of `length` tokens for that many requests."""
+        return self._by_requests(requests, [curve.block_seconds[length] for curve in self.curves])
 
     def plain_seconds(self, requests: int) -> float:
         """Of a round of that many requests without a drafter."""
@@ -145,9 +154,10 @@ def _problems(table: ThroughputTable) -> list[str]:
             found.append(f"{name} needs ascending tokens with as many seconds")
         elif tokens[0] != curve.requests or curve.requests < 1:
             found.append(f"{name} must begin with as many tokens as requests")
-        if len(curve.draft_seconds) != table.block + 1:
-            found.append(f"{name} needs draft_seconds for widths 0 to {table.block}")
-        if min([*curve.seconds, curve.plain_seconds], default=1) <= 0 or min(curve.draft_seconds, default=0) < 0:
+        drafting = (curve.draft_seconds, curve.block_seconds)
+        if any(len(values) != table.block + 1 for values in drafting):
+            found.append(f"{name} needs draft_seconds and block_seconds for 0 to {table.block} tokens")
+        if min([*curve.seconds, curve.plain_seconds], default=1) <= 0 or min(map(min, filter(None, drafting)), default=0) < 0:
             found.append(f"{name} has seconds that are not positive")
     return found
 
@@ -248,10 +258,10 @@ def measure_curve(
     block, vocab = drafter.config.block_length, target.vocab_size
     random = np.random.default_rng(seed)
     prompts = random.integers(0, vocab, (requests, context)).tolist()
-    sizes = [(block, tokens) for tokens in measured_points(requests, block, points)]
-    sizes += [(width, requests * (width + 1)) for width in range(block)]
+    sizes = [_Size(block, tokens) for tokens in measured_points(requests, block, points)]
+    sizes += [_Size(width, requests * (width + 1), short) for width in range(1, block) for short in (False, True)]
     meter = _Meter(requests, [sizes[i] for _ in range(rounds + warmup) for i in random.permutation(len(sizes))], warmup * len(sizes))
-    plain = _Meter(requests, [(0, requests)] * (rounds + warmup), warmup)
+    plain = _Meter(requests, [_Size(0, requests)] * (rounds + warmup), warmup)
     for drawn, one in ((drafter, meter), (None, plain)):
         while one.wanted:
             # Texts start anew before they have grown far beyond the context that was asked for.
@@ -260,12 +270,18 @@ def measure_curve(
             with contextlib.suppress(_EnoughError):
                 speculative_decode(target, drawn, prompts, settings, batch_size=requests, policy=one)
     tokens = measured_points(requests, block, points)
+    whole = float(np.median([seconds for b in tokens for seconds in meter.draft[_Size(block, b)]]))
+
+    def drafting(short: bool) -> tuple[float, ...]:
+        return 0.0, *(float(np.median(meter.draft[_Size(w, requests * (w + 1), short)])) for w in range(1, block)), whole
+
     return Curve(
         requests,
         tuple(tokens),
-        tuple(float(np.median(meter.seconds[block, b])) for b in tokens),
-        (0.0, *(float(np.median(meter.draft[w])) for w in range(1, block + 1))),
-        float(np.median(plain.seconds[0, requests])),
+        tuple(float(np.median(meter.seconds[_Size(block, b)])) for b in tokens),
+        drafting(short=False),
+        drafting(short=True),
+        float(np.median(plain.seconds[_Size(0, requests)])),
     )
 
 
@@ -273,28 +289,38 @@ class _EnoughError(Exception):
     """Everything asked for has been measured, or texts have grown enough: leave the decoding."""
 
 
+@dataclass(frozen=True)
+class _Size:
+    """A round: tokens drafted for each request, tokens in the pass, and whether blocks are made that short."""
+
+    width: int
+    tokens: int
+    short: bool = False
+
+
 class _Meter(Policy):
     """Makes rounds of given sizes, tokens spread evenly over the requests, and keeps their times."""
 
-    def __init__(self, requests: int, sizes: list[tuple[int, int]], skip: int) -> None:
+    def __init__(self, requests: int, sizes: list[_Size], skip: int) -> None:
         self.requests, self.wanted, self.skip = requests, sizes, skip
         self.done = self.until = 0
-        self.seconds: dict[tuple[int, int], list[float]] = {}
-        self.draft: dict[int, list[float]] = {}
+        self.seconds: dict[_Size, list[float]] = {}
+        self.draft: dict[_Size, list[float]] = {}
 
     def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        return np.minimum(limits, self.wanted[0][0])
+        self.shortens = self.wanted[0].short
+        return np.minimum(limits, self.wanted[0].width)
 
     def lengths(self, requests: np.ndarray, drafted: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        extra = self.wanted[0][1] - self.requests
+        extra = self.wanted[0].tokens - self.requests
         each, more = divmod(extra, self.requests)
         return np.minimum(each + (np.arange(len(requests)) < more), drafted).astype(np.int64)
 
     def observe(self, outcome: RoundOutcome) -> None:
-        width, tokens = self.wanted.pop(0)
-        if outcome.tokens == tokens and self.done >= self.skip:
-            self.seconds.setdefault((width, tokens), []).append(outcome.seconds)
-            self.draft.setdefault(width, []).append(outcome.draft_seconds)
+        size = self.wanted.pop(0)
+        if outcome.tokens == size.tokens and self.done >= self.skip:
+            self.seconds.setdefault(size, []).append(outcome.seconds)
+            self.draft.setdefault(size, []).append(outcome.draft_seconds)
         self.done += 1
         if not self.wanted or self.done >= self.until:
             raise _EnoughError
@@ -304,6 +330,7 @@ def as_record(table: ThroughputTable) -> dict[str, Any]:
     """For result files: points, and which part of a round drafting takes."""
     return {
         "kind": table.kind,
+        "covers": table.covers,
         "context": table.context,
         "curves": [
             {**asdict(curve), "draft_share": curve.draft_seconds[-1] / curve.seconds[-1] if curve.seconds[-1] else None}

@@ -21,17 +21,21 @@ class Costs:
     def __init__(self, draft):
         self.draft = draft
 
-    def draft_seconds(self, requests, width):
-        return requests * (self.draft + 0.01 * width) if width else 0.0
+    def block_seconds(self, requests, length):
+        return requests * (self.draft + 0.01 * length) if length else 0.0
 
     def seconds(self, requests):
-        return 1 + 0.1 * np.arange(requests * (BLOCK + 1) + 2) + self.draft_seconds(requests, BLOCK)
+        return 1 + 0.1 * np.arange(requests * (BLOCK + 1) + 2) + self.block_seconds(requests, BLOCK)
 
     def sps(self, requests):
         return 1 / self.seconds(requests)
 
 
+SHORTER = {1: np.array([0.9]), 2: np.array([0.95, 0.8])}
+
+
 def gate(draft, prior=0.5, **options):
+    options = {"shorter": SHORTER, **options}
     return DraftGate(Policy(), Calibrator.identity(BLOCK), Costs(draft), np.full(BLOCK, prior) ** np.arange(1, BLOCK + 1), **options)
 
 
@@ -73,13 +77,34 @@ def test_the_best_of_the_tried_plans_is_chosen():
         order = np.argsort(-survival.sum(1), kind="stable")
 
         def rate(count, width, survival=survival, one=one, order=order):
-            falling = sorted(survival[order[:count], :width].ravel(), reverse=True)
-            times = [1 + 0.1 * (4 + k) + one.costs.draft_seconds(count, width) for k in range(len(falling) + 1)]
+            measured = {0: [], 1: [0.9], 2: [0.95, 0.8], BLOCK: [1.0] * BLOCK}[width]
+            falling = sorted((survival[r, k] * measured[k] for r in order[:count] for k in range(width)), reverse=True)
+            times = [1 + 0.1 * (4 + k) + one.costs.block_seconds(count, width) for k in range(len(falling) + 1)]
             return max((4 + sum(falling[:k])) / times[k] for k in range(len(falling) + 1))
 
-        plans = {(count, width): rate(count, width) for count in range(1, 5) for width in one.widths} | {(0, 0): 4 / 1.4}
+        plans = {(count, width): rate(count, width) for count in range(1, 5) for width in (1, 2, BLOCK)} | {(0, 0): 4 / 1.4}
         plan = one._best(survival)
         assert rate(int((plan > 0).sum()), int(plan.max())) == pytest.approx(max(plans.values()))
+
+
+def test_a_length_that_was_not_measured_is_never_chosen():
+    random = np.random.default_rng(1)
+    chosen = {2: set(), 1: set()}
+    for _ in range(60):
+        survival = np.cumprod(random.uniform(0.05, 0.9, (4, BLOCK)), axis=1)
+        draft = float(random.uniform(0.01, 0.3))
+        chosen[1] |= set(gate(draft, shorter={1: np.array([1.0])})._best(survival).tolist())
+        chosen[2] |= set(gate(draft, shorter={2: np.array([1.0, 1.0])})._best(survival).tolist())
+    assert chosen == {1: {0, 1, BLOCK}, 2: {0, 2, BLOCK}}
+
+
+def test_a_shorter_block_tells_of_whole_ones_by_the_measured_ratio():
+    """What was seen of blocks of two, over the ratio, is remembered; and a request that always drafts so is expected at what it shows."""
+    one = gate(0.01, memory=1e-9)  # the last round alone is remembered
+    one.plan(np.arange(2), np.full(2, BLOCK))
+    one.observe(outcome([0, 1], [2, 0], [[0.5, 0.5], [0.5, 0.5]]))
+    assert one._known[0].survival == pytest.approx([0.5 / 0.95, 0.25 / 0.8, 0.125, 0.0625])
+    assert one._known[1].survival == pytest.approx([0.5, 0.25, 0.125, 0.0625])
 
 
 def test_a_passed_over_request_is_tried_again_and_recovers():
@@ -154,13 +179,25 @@ def test_gated_decoding_keeps_the_targets_distribution(rollouts):
         """Most of a round's cost is there whatever is verified, in a batch of any size."""
 
         def seconds(self, requests):
-            return 0.3 * requests + 0.1 * np.arange(requests * (block + 1) + 2) + self.draft_seconds(requests, block)
+            return 0.3 * requests + 0.1 * np.arange(requests * (block + 1) + 2) + self.block_seconds(requests, block)
 
     calibrator, costs = Calibrator((3.0,) * block), Fixed(0.1)
-    one = DraftGate(HardwareAware(calibrator, costs), calibrator, costs, np.full(block, 0.4), memory=2, probe_after=1)
+    shorter = {1: np.array([0.9]), 2: np.array([0.9, 0.8])}
+    planned = set()
+
+    class Mixed(DraftGate):
+        """Blocks of several lengths side by side for those that are drafted for."""
+
+        def plan(self, requests, limits):
+            lengths = np.where(super().plan(requests, limits) > 0, np.minimum(1 + requests % block, limits), 0)
+            planned.update(lengths.tolist())
+            return lengths
+
+    one = Mixed(HardwareAware(calibrator, costs), calibrator, costs, np.full(block, 0.75), shorter, memory=2, probe_after=1)
     settings = SamplingSettings(temperature=1.5, max_new_tokens=new, seed=3)
     generations = speculative_decode(TransformersTarget(model, LAYERS), drafter, [[1]] * rollouts, settings, batch_size=5_000, policy=one)
     assert {r.drafted > 0 for g in generations for r in g.rounds[:2]} == {True, False}
+    assert planned == {0, 1, 2}
     tokens = torch.tensor([g.tokens for g in generations])
     observed = torch.bincount((tokens * vocab ** torch.arange(new - 1, -1, -1)).sum(1), minlength=vocab**new)
     paths = torch.cartesian_prod(*[torch.arange(vocab)] * new)

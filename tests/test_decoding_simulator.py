@@ -8,10 +8,10 @@ from decoding.calibration import Calibrator
 from decoding.errors import DecodingError
 from decoding.gate import DraftGate
 from decoding.loop import speculative_decode
-from decoding.policies import HardwareAware, Policy, StaticLength
+from decoding.policies import BlockLength, HardwareAware, Policy, StaticLength
 from decoding.rounds import RecordedRounds
 from decoding.settings import SamplingSettings
-from decoding.simulator import Contender, Poisson, Traces, closed, open_loop, together
+from decoding.simulator import Contender, Poisson, Replica, Served, Traces, closed, open_loop, together
 from decoding.target import TransformersTarget
 from decoding.throughput import Curve, ThroughputTable
 
@@ -35,7 +35,9 @@ def table(fixed=0.1, token=0.01, draft=0.005):
     for requests in (1, 8, 64):
         tokens = tuple(range(requests, requests * (BLOCK + 1) + 1))
         drafting = tuple(draft * requests * width for width in range(BLOCK + 1))
-        curves.append(Curve(requests, tokens, tuple(fixed + token * b + drafting[-1] for b in tokens), drafting, fixed + token * requests))
+        curves.append(
+            Curve(requests, tokens, tuple(fixed + token * b + drafting[-1] for b in tokens), drafting, drafting, fixed + token * requests)
+        )
     return ThroughputTable(tuple(curves), 64, BLOCK, "assumed")
 
 
@@ -76,6 +78,16 @@ def test_a_batch_costs_what_its_rounds_cost():
     assert served.seconds == pytest.approx(expected)
     assert served.accepted == sum(map(sum, walked))
     assert served.verified == sum(map(len, walked))
+
+
+def test_shorter_blocks_are_accepted_as_often_as_was_measured():
+    traces, ratios = Traces(made_rounds(200)), np.array([0.6, 0.3])
+    rows = np.arange(len(traces.accepted))
+    replica = Replica(traces, table(), Contender("two", lambda: BlockLength(2), shorter={2: ratios}), 1, Served())
+    accepted = replica._accepted(rows, np.full(len(rows), 2))
+    for k in (1, 2):
+        assert (accepted >= k).mean() == pytest.approx(ratios[k - 1] * (traces.accepted >= k).mean(), rel=0.12)
+    assert (replica._accepted(rows, np.full(len(rows), BLOCK)) == traces.accepted).all(), "whole blocks are as recorded"
 
 
 def test_without_a_drafter_a_round_gives_one_token():

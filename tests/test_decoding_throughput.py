@@ -14,7 +14,8 @@ BLOCK = 3
 def curve(requests, scale=1.0):
     tokens = tuple(measured_points(requests, BLOCK, 5))
     seconds = tuple(scale * (0.1 + 0.01 * b + 0.05 * (b // 4)) for b in tokens)
-    return Curve(requests, tokens, seconds, (0.0, 0.01 * requests, 0.02 * requests, 0.03 * requests), 0.09 * scale)
+    drafting = (0.0, 0.01 * requests, 0.02 * requests, 0.03 * requests)
+    return Curve(requests, tokens, seconds, drafting, tuple(0.9 * value for value in drafting), 0.09 * scale)
 
 
 def table(*requests, **values):
@@ -57,7 +58,7 @@ def test_a_table_comes_back_from_its_file():
     for wrong in (
         "",
         "[]",
-        '{"format": 2}',
+        '{"format": 3}',
         ours.to_json().replace('"block": 3', '"block": 4'),
         ours.to_json().replace('"kind"', '"sort"'),
     ):
@@ -67,7 +68,13 @@ def test_a_table_comes_back_from_its_file():
 
 @pytest.mark.parametrize(
     "curves",
-    [(), (curve(4), curve(2)), (Curve(4, (5, 8), (1.0, 2.0), (0.0,) * 4, 1.0),), (Curve(4, (4, 8), (1.0, 0.0), (0.0,) * 4, 1.0),)],
+    [
+        (),
+        (curve(4), curve(2)),
+        (Curve(4, (5, 8), (1.0, 2.0), (0.0,) * 4, (0.0,) * 4, 1.0),),
+        (Curve(4, (4, 8), (1.0, 0.0), (0.0,) * 4, (0.0,) * 4, 1.0),),
+        (Curve(4, (4, 8), (1.0, 2.0), (0.0,) * 4, (0.0,) * 3, 1.0),),
+    ],
 )
 def test_a_table_that_cannot_be_is_refused(curves):
     with pytest.raises(DecodingError, match="cost table"):
@@ -112,7 +119,10 @@ def test_measuring_a_decoder():
     found = measure_curve(target, drafter, requests=3, context=30, points=4, rounds=3, warmup=1, temperature=1.0)
     assert found.tokens == (3, 6, 9, 12)
     assert len(found.draft_seconds) == BLOCK + 1
-    assert found.draft_seconds[0] == 0
+    assert found.draft_seconds[0] == found.block_seconds[0] == 0
+    assert len(found.block_seconds) == BLOCK + 1
+    assert min(found.block_seconds[1:]) > 0
+    assert found.block_seconds[BLOCK] == found.draft_seconds[BLOCK], "a block of g tokens is a whole one"
     assert all(0 < found.draft_seconds[-1] < seconds for seconds in found.seconds)
     ours = ThroughputTable((found,), 30, BLOCK, "measured")
     assert (ours.sps(3)[3:] > 0).all()
