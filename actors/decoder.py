@@ -17,6 +17,7 @@ from actors.drafter import build_drafter, load_target_head, open_drafter
 from actors.errors import ActorError
 from decoding.latency import RoundCost, round_cost
 from decoding.loop import speculative_decode
+from decoding.policies import Policy
 from decoding.settings import Generation, SamplingSettings
 from decoding.target import TransformersTarget
 from drafters.drafter import Drafter
@@ -92,8 +93,8 @@ class Decoder:
             self.drafters[name] = drafter.to(device).eval()
             self.targets[name] = TransformersTarget.for_drafter(loaded, opened.layer_ids, opened.config)
 
-    def decode(self, prompts: Sequence[Prompt], sampling: SamplingSettings, name: str) -> list[Generation]:
-        """Decode prompts together, with the drafter of that name or plainly."""
+    def decode(self, prompts: Sequence[Prompt], sampling: SamplingSettings, name: str, policy: Policy | None = None) -> list[Generation]:
+        """Decode prompts together, with the drafter of that name or plainly; whole blocks unless a policy says otherwise."""
         return speculative_decode(
             self.targets[name],
             self.drafters.get(name),
@@ -101,6 +102,7 @@ class Decoder:
             sampling,
             request_ids=[prompt.number for prompt in prompts],
             batch_size=self.batch_size,
+            policy=policy,
         )
 
     def decode_group(self, group: Group, sampling: SamplingSettings) -> dict[str, list[Decoded]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import hydra
 import numpy as np
@@ -24,6 +25,7 @@ from decoding.calibration import (
     mean_quality,
     position_quality,
 )
+from decoding.policies import BlockLength, Policy
 from decoding.rounds import RecordedRounds
 from decoding.settings import SamplingSettings
 from pipelines.calibration_report import CalibrationFindings, DomainQuality, calibration_page
@@ -33,7 +35,13 @@ from pipelines.job import JobError, finish, launch, mendable, notices, progress,
 from pipelines.machine import git_revision
 from pipelines.page import percent, write_page
 from pipelines.target import Target, describe
-from storage.calibration import CalibrationIdentity, CalibrationRecord, calibration_identity, save_calibration
+from storage.calibration import (
+    CalibrationIdentity,
+    CalibrationRecord,
+    ShorterBlocks,
+    calibration_identity,
+    save_calibration,
+)
 from storage.checkpoint import DrafterFiles
 from storage.object_store import ObjectStore
 
@@ -51,6 +59,8 @@ class CalibrateConfig(BaseModel):
     bins: int = Field(ge=2)
     seed: int
     batch_size: int = Field(ge=1)
+    block_lengths: tuple[Annotated[int, Field(ge=1)], ...] | None
+    block_rounds: int = Field(ge=1)
     rounds_file: Path | None
 
 
@@ -68,7 +78,8 @@ def main(cfg: DictConfig) -> None:
         raise JobError(f"{job.run} has no confidence head, so there is nothing to calibrate. Train one with +experiment=dspark_markov.")
     identity = calibration_identity(job.drafter_store(store), files, job.calibrate.temperature)
     folder = job.output / job.places.run(job.run) / "calibration"
-    rounds, recorded = have_rounds(job, store, target, files, identity, folder)
+    lengths = shorter_lengths(job.calibrate, files.layout.block_length)
+    rounds, recorded, blocks = have_rounds(job, store, target, files, identity, folder, lengths)
     fitted, measured = by_prompt(rounds, job.calibrate.fit_share, job.calibrate.seed)
     if not fitted.tried[:, 0].any() or not measured.tried[:, 0].any():
         raise JobError("too few rounds to fit on some prompts and measure on others: give more prompts, or more calibrate.max_new_tokens")
@@ -76,6 +87,7 @@ def main(cfg: DictConfig) -> None:
     positions = position_quality(measured, calibrator, job.calibrate.bins)
     quality = mean_quality(len(measured), positions)
     domains = domain_qualities(measured, calibrator, job.calibrate.bins)
+    shorter = [shorter_blocks(length, own, rounds, calibrator, job.calibrate.bins) for length, own in blocks.items()]
     save_calibration(
         job.drafter_store(store),
         CalibrationRecord(
@@ -86,7 +98,8 @@ def main(cfg: DictConfig) -> None:
             quality.ece_before,
             quality.ece_after,
             quality.floor,
-            tuple(acceptance(rounds)),
+            acceptance(rounds),
+            tuple(shorter),
         ),
     )
     warnings = warnings_of(quality, domains)
@@ -100,6 +113,8 @@ def main(cfg: DictConfig) -> None:
         positions=positions,
         quality=quality,
         domains=domains,
+        acceptance=acceptance(rounds),
+        shorter=shorter,
         notes=warnings,
         bins=job.calibrate.bins,
         facts={
@@ -123,6 +138,13 @@ def main(cfg: DictConfig) -> None:
             f"a perfect calibrator shows {percent(quality.floor)} by chance",
             "ECE@k": " ".join(percent(one.ece_after) for one in positions),
             "AUROC@k": " ".join(f"{one.auroc_after:.2f}" for one in positions),
+            **{
+                f"blocks of {one.length}": "survive "
+                + " ".join(percent(value) for value in one.acceptance)
+                + ", whole blocks "
+                + " ".join(percent(value) for value in one.whole)
+                for one in shorter
+            },
             "recorded": str(recorded),
             "report": str(page),
         },
@@ -135,6 +157,8 @@ def main(cfg: DictConfig) -> None:
             "measured": asdict(quality),
             "positions": [asdict(one) for one in positions],
             "domains": [asdict(one) for one in domains],
+            "acceptance": acceptance(rounds),
+            "shorter_blocks": [{**asdict(one), "ratios": one.ratios} for one in shorter],
             "warnings": warnings,
             "rounds_file": str(recorded),
             "report": str(page),
@@ -144,9 +168,17 @@ def main(cfg: DictConfig) -> None:
 
 
 def have_rounds(
-    job: CalibrateJob, store: ObjectStore, target: Target, files: DrafterFiles, identity: CalibrationIdentity, folder: Path
-) -> tuple[RecordedRounds, Path]:
-    """Rounds from the file that was given, else decoded here (passes recorded before are taken over); and the file that holds them."""
+    job: CalibrateJob,
+    store: ObjectStore,
+    target: Target,
+    files: DrafterFiles,
+    identity: CalibrationIdentity,
+    folder: Path,
+    lengths: Sequence[int],
+) -> tuple[RecordedRounds, Path, dict[int, RecordedRounds]]:
+    """Rounds from the file that was given, else decoded here (passes recorded before are taken over); the file that holds them; and
+    rounds of shorter blocks by their length, which a file does not bring.
+    """
     facts = {"drafter": identity.drafter, "temperature": identity.temperature, "corpus": job.corpus.name}
     given = job.calibrate.rounds_file
     if given is not None:
@@ -158,13 +190,15 @@ def have_rounds(
         ]
         if different:
             raise JobError(f"{given} was recorded with {'; '.join(different)}. Record rounds anew, without calibrate.rounds_file.")
-        return rounds, given
+        if lengths:
+            notices.print("shorter blocks are not measured from calibrate.rounds_file: the draft gate will make whole blocks only")
+        return rounds, given, {}
     conversations, prompts = job.heldout(store, target, job.calibrate.prompts)
     decode = _Decoding(job, store, target, files, prompts, [one.domain for one in conversations], facts, folder / "passes")
     rounds = decode.rounds()
     path = folder / "rounds.npz"
     write_bytes(path, rounds.to_bytes())
-    return rounds, path
+    return rounds, path, {length: decode.shorter(length, len(rounds) / rounds.requests) for length in lengths}
 
 
 @dataclass(frozen=True)
@@ -180,17 +214,15 @@ class _Decoding:
     facts: dict[str, object]
     folder: Path
 
-    def rounds(self) -> RecordedRounds:
+    @property
+    def key(self) -> str:
         settings = self.job.calibrate
-        key = self.job.drafter_key(
-            self.store,
-            settings.temperature,
-            settings.max_new_tokens,
-            settings.seed,
-            settings.batch_size,
-            self.job.engine.dtype,
-            prompts=self.prompts,
-        )
+        how = (settings.temperature, settings.max_new_tokens, settings.seed, settings.batch_size, self.job.engine.dtype)
+        return self.job.drafter_key(self.store, *how, prompts=self.prompts)
+
+    def rounds(self) -> RecordedRounds:
+        """Of whole blocks."""
+        settings, key = self.job.calibrate, self.key
         # Greedy decoding says the same each time.
         passes = 1 if settings.temperature == 0 else settings.max_passes
         parts: list[RecordedRounds] = []
@@ -203,15 +235,32 @@ class _Decoding:
         with cluster(self.job.cluster), progress() as bar:
             while len(parts) < passes and sum(map(len, parts)) < settings.rounds:
                 task = bar.add_task("decoding", total=len(self.prompts), note=f"pass {len(parts) + 1}, for the rounds")
-                part = self._pass(len(parts), lambda count, task=task: bar.update(task, advance=count))  # type: ignore[misc]
+                part = self._pass(self.prompts, len(parts), lambda count, task=task: bar.update(task, advance=count))  # type: ignore[misc]
                 write_bytes(self.folder / f"{key}-{len(parts)}.npz", part.to_bytes())
                 parts.append(part)
         return RecordedRounds.joined(parts)
 
-    def _pass(self, number: int, on_done: Callable[[int], None]) -> RecordedRounds:
+    def shorter(self, length: int, rounds_each: float) -> RecordedRounds:
+        """Blocks of `length` on so many of the prompts as give rounds enough; those cut off by the end of a text are left out.
+
+        Args:
+            rounds_each: rounds of whole blocks that a prompt's text takes. Shorter blocks take more.
+        """
+        prompts = self.prompts[: math.ceil(self.job.calibrate.block_rounds / rounds_each)]
+        path = self.folder / f"{self.key}-blocks-of-{length}-{len(prompts)}.npz"
+        if path.is_file():
+            return RecordedRounds.from_bytes(path.read_bytes(), str(path))
+        with cluster(self.job.cluster), progress() as bar:
+            task = bar.add_task("decoding", total=len(prompts), note=f"with blocks of {length}")
+            decoded = self._pass(prompts, 0, lambda count: bar.update(task, advance=count), BlockLength(length))
+        rounds = decoded.select(decoded.drafted == length)
+        write_bytes(path, rounds.to_bytes())
+        return rounds
+
+    def _pass(self, prompts: Sequence[Prompt], number: int, on_done: Callable[[int], None], policy: Policy | None = None) -> RecordedRounds:
         settings = self.job.calibrate
         size = settings.batch_size
-        groups = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
+        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         # Another pass is another seed, so that it draws other texts.
         sampling = SamplingSettings(settings.temperature, settings.max_new_tokens, self.target.template.stop_ids, settings.seed + number)
         found = {}
@@ -222,6 +271,7 @@ class _Decoding:
             groups,
             sampling,
             self.job.engine.settings(self.job.cluster.cpus, size),
+            policy,
         )
         for group, generations in decoded:
             found[group] = generations
@@ -229,9 +279,9 @@ class _Decoding:
         return RecordedRounds.from_generations(
             [generation for group in range(len(groups)) for generation in found[group]],
             self.files.layout.block_length,
-            [prompt.number for prompt in self.prompts],
-            self.domains,
-            [len(prompt.token_ids) for prompt in self.prompts],
+            [prompt.number for prompt in prompts],
+            self.domains[: len(prompts)],
+            [len(prompt.token_ids) for prompt in prompts],
             dict(self.facts),
         )
 
@@ -259,10 +309,26 @@ def domain_qualities(rounds: RecordedRounds, calibrator: Calibrator, bins: int) 
     return found
 
 
-def acceptance(rounds: RecordedRounds) -> list[float]:
+def acceptance(rounds: RecordedRounds) -> tuple[float, ...]:
     """accept_prefix@k of all rounds."""
     trials = np.maximum(rounds.tried.sum(0), 1)
-    return ((rounds.survived & rounds.tried).sum(0) / trials).tolist()
+    return tuple(((rounds.survived & rounds.tried).sum(0) / trials).tolist())
+
+
+def shorter_lengths(config: CalibrateConfig, block: int) -> list[int]:
+    """Which shorter blocks to measure: as asked, else the shortest and half the length."""
+    asked = (1, block // 2) if config.block_lengths is None else config.block_lengths
+    too_long = [length for length in asked if length > block]
+    if too_long:
+        raise JobError(f"calibrate.block_lengths: {too_long} exceed the drafter's block of {block}")
+    return sorted({length for length in asked if 0 < length < block})
+
+
+def shorter_blocks(length: int, own: RecordedRounds, whole: RecordedRounds, calibrator: Calibrator, bins: int) -> ShorterBlocks:
+    """Acceptance of shorter blocks beside that of whole ones on the same prompts."""
+    same = whole.select(np.isin(whole.prompt[whole.request], own.prompt))
+    positions = position_quality(own, calibrator, bins)[:length]
+    return ShorterBlocks(length, len(own), acceptance(own)[:length], acceptance(same)[:length], mean_quality(len(own), positions).ece_after)
 
 
 def warnings_of(quality: MeanQuality, domains: Sequence[DomainQuality]) -> list[str]:

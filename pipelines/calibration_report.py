@@ -11,6 +11,7 @@ from decoding.calibration import Calibrator, MeanQuality, PositionQuality, relia
 from decoding.rounds import RecordedRounds
 from pipelines.figures import MARKERS, MUTED, SERIES, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
+from storage.calibration import ShorterBlocks
 
 LABELS = ("as the drafter says", "after scaling")
 
@@ -36,6 +37,8 @@ class CalibrationFindings:
     positions: Sequence[PositionQuality]
     quality: MeanQuality
     domains: Sequence[DomainQuality]
+    acceptance: Sequence[float]
+    shorter: Sequence[ShorterBlocks]
     notes: Sequence[str]
     bins: int
     facts: dict[str, str]
@@ -44,6 +47,17 @@ class CalibrationFindings:
 def calibration_page(found: CalibrationFindings) -> Page:
     """Words, figures and tables."""
     quality, last = found.quality, found.positions[-1]
+    shorter = [
+        Section(
+            "blocks",
+            "Shorter blocks",
+            "Slots of a block see each other, so a block made with fewer of them is another draft than the first tokens of a whole one. "
+            "Survival of the prefix, measured on the same prompts; the draft gate chooses among these lengths.",
+            blocks_figure(found),
+            "Survival of the prefix by position, one line a block length",
+            [_blocks_table(found.shorter)],
+        )
+    ]
     return Page(
         kind="confidence",
         title=found.title,
@@ -82,6 +96,7 @@ def calibration_page(found: CalibrationFindings) -> Page:
                 "One set of temperatures serves all domains. A domain drifts where chance does not explain its error, by over one point.",
                 tables=[_domain_table(found.domains)],
             ),
+            *(shorter if found.shorter else []),
         ],
         facts=found.facts,
         picture=reliability_figure(found),
@@ -147,6 +162,40 @@ def ece_figure(found: CalibrationFindings) -> Figure:
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")
     return figure
+
+
+@styled
+def blocks_figure(found: CalibrationFindings) -> Figure:
+    """Survival by position, one line a block length."""
+    figure = Figure(figsize=(6.4, 3.1))
+    axes = figure.subplots()
+    whole = (found.measured.block, found.acceptance)
+    for index, (length, acceptance) in enumerate([whole, *((one.length, one.acceptance) for one in reversed(found.shorter))]):
+        at = range(1, len(acceptance) + 1)
+        axes.plot(at, [100 * value for value in acceptance], color=SERIES[index % 6], marker=MARKERS[index % 6], label=f"{length}")
+    axes.set(xlabel="draft position", ylabel="prefix accepted, %", xticks=range(1, whole[0] + 1))
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper", title="tokens a block")
+    return figure
+
+
+def _blocks_table(shorter: Sequence[ShorterBlocks]) -> PageTable:
+    return PageTable(
+        ("tokens a block", "rounds", "prefix accepted", "of whole blocks", "accepted tokens", "of whole blocks", "mean ECE"),
+        [
+            (
+                str(one.length),
+                f"{one.rounds:,}",
+                " ".join(percent(value) for value in one.acceptance),
+                " ".join(percent(value) for value in one.whole),
+                f"{sum(one.acceptance):.3f}",
+                f"{sum(one.whole):.3f}",
+                percent(one.ece),
+            )
+            for one in shorter
+        ],
+        "of whole blocks: their first tokens, on the same prompts. ECE: with the temperatures of whole blocks.",
+    )
 
 
 def _position_table(positions: Sequence[PositionQuality], calibrator: Calibrator) -> PageTable:

@@ -27,6 +27,30 @@ class CalibrationIdentity:
 
 
 @dataclass(frozen=True)
+class ShorterBlocks:
+    """What became of blocks made with fewer slots than the drafter was trained for.
+
+    Attributes:
+        length: draft tokens a block, w.
+        rounds: of such blocks.
+        acceptance: [w] share of rounds in which the first k draft tokens were all accepted.
+        whole: [w] the same of whole blocks on the same prompts.
+        ece: mean over positions of the survival's calibration error, with the temperatures of whole blocks.
+    """
+
+    length: int
+    rounds: int
+    acceptance: tuple[float, ...]
+    whole: tuple[float, ...]
+    ece: float
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Survival of such blocks over that of whole ones."""
+        return tuple(short / whole if whole else 1.0 for short, whole in zip(self.acceptance, self.whole, strict=True))
+
+
+@dataclass(frozen=True)
 class CalibrationRecord:
     """Temperatures T_1..T_g, what they hold for, and how good they are.
 
@@ -36,6 +60,7 @@ class CalibrationRecord:
         ece_before, ece_after: means over positions on the rounds set aside for measuring.
         noise_floor: a perfect calibrator's ECE there.
         acceptance: share of rounds in which the first k draft tokens were all accepted.
+        shorter: blocks of other lengths, as far as measured.
     """
 
     identity: CalibrationIdentity
@@ -46,6 +71,7 @@ class CalibrationRecord:
     ece_after: float
     noise_floor: float
     acceptance: tuple[float, ...]
+    shorter: tuple[ShorterBlocks, ...]
 
 
 def drafter_hash(drafter: ObjectStore) -> str:

@@ -181,7 +181,10 @@ def _build(kind: Any, value: Any, where: str, name: str) -> Any:
     if origin is Literal:
         valid = value in args
     elif origin is tuple:
-        valid = isinstance(value, list) and all(type(item) is args[0] for item in value)
+        valid = isinstance(value, list)
+        if valid and hasattr(args[0], "__dataclass_fields__"):
+            return tuple(_build(args[0], item, where, f"{name}[{index}]") for index, item in enumerate(value))
+        valid = valid and all(type(item) is args[0] for item in value)
         value = tuple(value) if valid else value
     elif origin in (types.UnionType, typing.Union):
         valid = any(_is_a(value, arg) for arg in args)
