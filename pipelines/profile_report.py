@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from decoding.throughput import ThroughputTable
+from decoding.throughput import WHOLE_ROUNDS, ThroughputTable
 from pipelines.figures import MARKERS, MUTED, SERIES, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
 
@@ -22,7 +22,7 @@ def profile_page(title: str, table: ThroughputTable, stale: Sequence[str], facts
         title=title,
         lede=(
             f"A round of {last.requests} requests takes {1000 * last.seconds[0]:,.0f} ms if nothing but their anchors is verified and "
-            f"{1000 * last.seconds[-1]:,.0f} ms with whole blocks of {table.block}. Whole rounds are counted, drafting included."
+            f"{1000 * last.seconds[-1]:,.0f} ms with whole blocks of {table.block}. Timed: {table.covers}."
         ),
         tiles=[
             Tile(f"{last.requests} requests", f"{1 / last.seconds[-1]:.2f}", "whole-block rounds a second"),
@@ -31,7 +31,9 @@ def profile_page(title: str, table: ThroughputTable, stale: Sequence[str], facts
                 f"{1 / first.seconds[-1]:.2f}",
                 "whole-block rounds a second",
             ),
-            Tile("drafting", percent(last.draft_seconds[-1] / last.seconds[-1], 0), f"of a whole-block round at {last.requests} requests"),
+            Tile("drafting", percent(last.draft_seconds[-1] / last.seconds[-1], 0), f"of a whole-block round at {last.requests} requests")
+            if last.draft_seconds[-1]
+            else Tile("drafting", "not included", "the target's passes alone"),
             Tile("context", f"{table.context}", "tokens a request"),
         ],
         notes=notes,
@@ -39,14 +41,25 @@ def profile_page(title: str, table: ThroughputTable, stale: Sequence[str], facts
             Section(
                 "sps",
                 "Rounds a second by tokens in the pass",
-                "Every mark is a median of timed rounds; between marks the scheduler goes straight. Dashed: no drafter at all.",
+                f"Timed: {table.covers}. Every mark is a median; between marks the scheduler goes straight. Dashed: no drafter at all.",
                 figure,
                 "Rounds a second against tokens in the target's pass",
                 [_table(table)],
-            )
+            ),
+            *([_drafting(table)] if any(first.draft_seconds) else []),
         ],
         facts=facts,
         picture=figure,
+    )
+
+
+def _drafting(table: ThroughputTable) -> Section:
+    return Section(
+        "drafting",
+        "Drafting by block length",
+        "What proposing takes: the first tokens of whole blocks, and blocks made with so many slots only, which is another draft.",
+        drafting_figure(table),
+        "Milliseconds of drafting against tokens a block, whole blocks cut and blocks made shorter",
     )
 
 
@@ -69,8 +82,27 @@ def sps_figure(table: ThroughputTable) -> Figure:
         axes.set_yscale("log")
         axes.set_xlabel("tokens in the target's pass, B")
         axes.xaxis.set_major_formatter("{x:.0f}")
-    speed.set(title="SPS(B): rounds a second")
-    seconds.set(title="milliseconds a round")
+    what = "rounds" if table.covers == WHOLE_ROUNDS else "passes"
+    speed.set(title=f"SPS(B): {what} a second")
+    seconds.set(title=f"milliseconds a {what[:-1]}")
+    figure.legend(loc="outside right upper", title="requests")
+    return figure
+
+
+@styled
+def drafting_figure(table: ThroughputTable) -> Figure:
+    """Milliseconds by tokens a block, one colour a number of requests; solid: made that short, dashed: cut from whole blocks."""
+    figure = Figure(figsize=(6.4, 3.4))
+    axes = figure.subplots()
+    at = range(1, table.block + 1)
+    for index, curve in enumerate(table.curves):
+        colour = SERIES[index % len(SERIES)]
+        axes.plot(
+            at, [1000 * value for value in curve.block_seconds[1:]], color=colour, marker=MARKERS[index % 6], label=f"{curve.requests}"
+        )
+        axes.plot(at, [1000 * value for value in curve.draft_seconds[1:]], color=colour, linestyle=(0, (4, 3)), linewidth=1.2)
+    axes.set_yscale("log")
+    axes.set(xlabel="tokens a block", ylabel="ms of drafting", xticks=at, title="solid: made that short; dashed: cut from whole blocks")
     figure.legend(loc="outside right upper", title="requests")
     return figure
 

@@ -30,7 +30,13 @@ def vllm_environment(settings: EngineSettings) -> dict[str, str]:
     }
 
 
-def _make_llm(settings: EngineSettings, **extra: Any) -> Any:
+def make_llm(settings: EngineSettings, enable_prefix_caching: bool = False, **extra: Any) -> Any:
+    """An engine of vLLM's in this process.
+
+    Args:
+        enable_prefix_caching: never where states are captured: a cached prefix belongs to another request, so its states would not be
+            computed for this one.
+    """
     try:
         from vllm import LLM
     except ImportError as error:
@@ -41,8 +47,7 @@ def _make_llm(settings: EngineSettings, **extra: Any) -> Any:
         dtype=dtype,
         max_num_seqs=settings.batch_rows,
         tensor_parallel_size=settings.tensor_parallel,
-        # A cached prefix belongs to another request: its states would never be computed for this one.
-        enable_prefix_caching=False,
+        enable_prefix_caching=enable_prefix_caching,
         enforce_eager=True,
         disable_log_stats=True,
         **extra,
@@ -66,7 +71,7 @@ class VllmPrefillEngine:
             from actors.engines import gemma3_vllm
 
             gemma3_vllm.register()
-        self.llm = _make_llm(
+        self.llm = make_llm(
             settings,
             # One more than the longest row: a request always generates a token.
             max_model_len=settings.max_length + 1,
@@ -174,7 +179,7 @@ class VllmAnswerEngine:
     """Generates answers in this process; see `AnswerEngine`."""
 
     def __init__(self, settings: EngineSettings, answers: AnswerSettings) -> None:
-        self.llm = _make_llm(
+        self.llm = make_llm(
             settings,
             max_model_len=settings.max_length,
             max_num_batched_tokens=max(settings.batch_tokens, settings.max_length),
