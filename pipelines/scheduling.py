@@ -1,5 +1,6 @@
 """Verification schedules by name (conf/schedule): from a few words of config to a policy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,11 @@ class ScheduleConfig(BaseModel):
         return self
 
     @property
+    def fixed(self) -> bool:
+        """Its lengths do not follow from the cost table."""
+        return not self.gate and self.policy not in ("algorithm1", "asynchronous")
+
+    @property
     def reads_confidence(self) -> bool:
         return self.gate or self.policy in ("threshold", "algorithm1", "asynchronous")
 
@@ -62,11 +68,18 @@ def load_schedule(name: str) -> ScheduleConfig:
         raise JobError(f"conf/schedule/{name}.yaml: {error.errors()[0]['msg']}") from error
 
 
-def make_policy(schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray) -> Policy:
+Shorter = Mapping[int, np.ndarray]
+"""By block length, measured survival of such blocks over that of whole ones."""
+
+
+def make_policy(
+    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, shorter: Shorter
+) -> Policy:
     """A policy with its own memory.
 
     Args:
         prior: [g] survival that the gate credits a new request with.
+        shorter: block lengths that the gate may choose besides whole blocks.
 
     Raises:
         JobError: a gate without a cost table.
@@ -86,11 +99,13 @@ def make_policy(schedule: ScheduleConfig, calibrator: Calibrator, table: Through
             raise JobError(
                 f"schedule {schedule.name!r} gates drafting by its cost, and there is no cost table: run `python -m pipelines.profile`"
             )
-        policy = DraftGate(policy, calibrator, table, prior)
+        policy = DraftGate(policy, calibrator, table, prior, shorter)
     policy.name = schedule.name
     return policy
 
 
-def contender(schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray) -> Contender:
+def contender(
+    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, shorter: Shorter
+) -> Contender:
     """For the simulator: a policy of its own for each replica."""
-    return Contender(schedule.name, lambda: make_policy(schedule, calibrator, table, prior), drafted=schedule.policy != "none")
+    return Contender(schedule.name, lambda: make_policy(schedule, calibrator, table, prior, shorter), schedule.policy != "none", shorter)

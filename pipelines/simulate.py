@@ -1,37 +1,35 @@
 """What each verification schedule would serve, from recorded rounds and a cost table: `python -m pipelines.simulate run=dspark_markov`."""
 
+import hashlib
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import hydra
 import numpy as np
 from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.decoder import Prompt
 from decoding.calibration import Calibrator
-from decoding.loop import speculative_decode
-from decoding.policies import Policy, RoundOutcome
 from decoding.rounds import RecordedRounds
 from decoding.settings import SamplingSettings
-from decoding.simulator import Contender, Poisson, Served, Traces, closed, open_loop, together
-from decoding.target import TransformersTarget
+from decoding.simulator import Contender, Poisson, Served, Traces, closed, open_loop
 from decoding.throughput import Curve, ThroughputTable
-from drafters.drafter import Drafter
 from pipelines.drafted import DraftedJob
 from pipelines.evaluation_report import machine
 from pipelines.job import JobError, finish, launch, mendable, notices, progress
 from pipelines.machine import git_revision
 from pipelines.page import write_page
-from pipelines.profile import fingerprint, read_table
+from pipelines.profile import DECODER, fingerprint, read_table
 from pipelines.scheduling import ScheduleConfig, contender, load_schedule, make_policy
-from pipelines.simulation_report import Point, SimulationFindings, Validation, simulation_page
+from pipelines.simulation_report import Point, SimulationFindings, simulation_page
 from pipelines.target import Target, describe
+from pipelines.validation import Load, Schedule, Trial, Validation, comparisons, validations
 from storage.calibration import CalibrationRecord, calibration_identity, load_calibration
 from storage.object_store import ObjectStore
 
@@ -49,8 +47,12 @@ class SimulateConfig(BaseModel):
     seed: int
     rounds: Path | None
     table: Path | None
-    validate_at: tuple[int, ...] = Field(alias="validate")
+    validate_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(alias="validate")
+    validate_load: tuple[Annotated[int, Field(ge=1)], ...]
     validate_tokens: int = Field(ge=2)
+    validate_requests: int = Field(ge=1)
+    validate_repeats: int = Field(ge=1)
+    again: bool
 
 
 class SimulateJob(DraftedJob):
@@ -69,7 +71,10 @@ def main(cfg: DictConfig) -> None:
     table = read_table(job.simulate.table or folder / "profile" / "table.json")
     if table.block != files.layout.block_length:
         raise JobError(f"the cost table is of blocks of {table.block}, the drafter's are {files.layout.block_length} long: measure another")
-    stale = table.differences(fingerprint(job, store)) if table.kind == "measured" else []
+    engine = table.fingerprint.get("engine", DECODER)
+    if engine != DECODER and job.simulate.validate_at:
+        raise JobError(f"the cost table is of {engine}, and simulate.validate runs the in-process decoder: give a table of that one")
+    stale = table.differences(fingerprint(job, store, engine)) if table.kind == "measured" else []
     schedules = [load_schedule(name) for name in job.simulate.schedules]
     record = load_calibration(job.drafter_store(store), identity) if any(one.reads_confidence for one in schedules) else None
     bench = Bench(job.simulate, schedules, rounds, table, record)
@@ -78,23 +83,26 @@ def main(cfg: DictConfig) -> None:
         points = bench.closed_points(lambda name: bar.update(task, advance=1, note=name))
         load = bench.under_load(points)
         doubts = bench.doubts()
-    validations = validate(job, store, target, bench) if job.simulate.validate_at else []
+    measured = validate(job, store, target, bench) if job.simulate.validate_at else []
+    compared = comparisons(measured, [one.name for one in bench.schedules if one.fixed])
     found = SimulationFindings(
         title=f"Serving {job.target.name} with {job.run}",
-        kind=table.kind,
+        kind=f"{table.kind}" if engine == DECODER else f"{table.kind} ({engine}, drafting not included)",
         points=points,
         sla=job.simulate.sla or bench.levels(points),
         load=load,
         load_steps=[(share, job.simulate.load_seconds) for share in job.simulate.load],
         replicas=job.simulate.replicas,
         doubts=doubts,
-        validations=validations,
+        validations=measured,
+        comparisons=compared,
         notes=[f"The cost table does not hold on this machine. {'; '.join(stale)}."] if stale else [],
         facts={
             "target": job.target.model,
             "drafter": f"{job.run}, block {table.block}",
             "recorded": f"{len(rounds):,} rounds of {rounds.requests} requests, temperature {job.simulate.temperature:g}",
-            "cost table": f"{table.kind}, context {table.context}, requests {', '.join(str(curve.requests) for curve in table.curves)}",
+            "cost table": f"{table.kind}, context {table.context}, requests " + ", ".join(str(curve.requests) for curve in table.curves),
+            "cost table holds": table.covers,
             **{f"table: {name}": value for name, value in table.fingerprint.items() if name not in ("target", "drafter")},
             "machine": machine(),
             "date": time.strftime("%Y-%m-%d"),
@@ -112,7 +120,11 @@ def main(cfg: DictConfig) -> None:
                 for point in points
                 if point.concurrency == most
             },
-            **{f"measured at {one.concurrency}": one.told() for one in validations},
+            **{
+                f"measured at {one.load}, best fixed": f"{one.best_fixed}, {one.measured:,.1f} tokens/s; "
+                + ", ".join(f"{name} {gain:+.1%}" for name, gain in one.over_best_fixed.items())
+                for one in compared
+            },
             "report": str(page),
         },
         {
@@ -124,7 +136,8 @@ def main(cfg: DictConfig) -> None:
             "points": [asdict(point) for point in points],
             "load": {name: _summary(served) for name, served in load.items()},
             "doubts": doubts,
-            "validations": [asdict(one) for one in validations],
+            "validations": [{**asdict(one), "error": one.error} for one in measured],
+            "comparisons": [asdict(one) for one in compared],
             "report": str(page),
         },
         folder / "simulation" / "simulate.json",
@@ -167,8 +180,28 @@ class Bench:
     def prior(self) -> np.ndarray:
         return np.array(self.record.acceptance if self.record else (0.5,) * self.table.block)
 
+    @property
+    def shorter(self) -> dict[int, np.ndarray]:
+        return {one.length: np.array(one.ratios) for one in self.record.shorter} if self.record else {}
+
     def contender(self, schedule: ScheduleConfig, calibrator: Calibrator | None = None, table: ThroughputTable | None = None) -> Contender:
-        return contender(schedule, calibrator or self.calibrator, table or self.table, self.prior)
+        return contender(schedule, calibrator or self.calibrator, table or self.table, self.prior, self.shorter)
+
+    def schedule(self, schedule: ScheduleConfig) -> Schedule:
+        """To be run on the real decoder."""
+        decides_by = [
+            schedule.model_dump_json(),
+            self.calibrator.temperatures if schedule.reads_confidence else None,
+            (self.table.to_json(), self.prior.tolist()) if not schedule.fixed else None,
+            {length: ratios.tolist() for length, ratios in self.shorter.items()} if schedule.gate else None,
+        ]
+        return Schedule(
+            schedule.name,
+            lambda: make_policy(schedule, self.calibrator, self.table, self.prior, self.shorter),
+            self.contender(schedule),
+            schedule.fixed,
+            hashlib.blake2b(repr(decides_by).encode(), digest_size=8).hexdigest(),
+        )
 
     def closed_points(self, on_done: Any) -> list[Point]:
         """Every schedule at every concurrency, which is kept."""
@@ -242,6 +275,7 @@ def bent(table: ThroughputTable, factor: float) -> ThroughputTable:
             curve.tokens,
             tuple(max(curve.seconds[0] + factor * (seconds - curve.seconds[0]), 0.1 * curve.seconds[0]) for seconds in curve.seconds),
             curve.draft_seconds,
+            curve.block_seconds,
             curve.plain_seconds,
         )
         for curve in table.curves
@@ -250,96 +284,31 @@ def bent(table: ThroughputTable, factor: float) -> ThroughputTable:
 
 
 def validate(job: SimulateJob, store: ObjectStore, target: Target, bench: Bench) -> list[Validation]:
-    """Run the real decoder on batches of held-out prompts that start together, and the simulator on the same."""
+    """Every schedule on the real decoder at each concurrency, and while that changes."""
+    settings = job.simulate
     _, prompts = job.heldout(store, target, None)
-    pair = job.decoder(store, target, max(job.simulate.validate_at))
-    traces = Traces(bench.rounds, job.simulate.validate_tokens - 1)
-    found = []
+    loads = [Load.steady(number, settings.validate_requests) for number in settings.validate_at]
+    if settings.validate_load:
+        loads.append(Load.changing(settings.validate_load))
+    pair = job.decoder(store, target, max(count for load in loads for count in load.batches))
+    here = sorted(fingerprint(job, store).items())
+    folder = job.output / job.places.run(job.run) / "simulation" / "runs"
+    if settings.again:
+        shutil.rmtree(folder, ignore_errors=True)
+    sampling = SamplingSettings(settings.temperature, settings.validate_tokens, target.template.stop_ids, settings.seed)
+    trial = Trial(*pair, prompts, sampling, folder, job.drafter_key(store, here, sampling, prompts=prompts))
     with progress() as bar:
-        task = bar.add_task("on the real decoder", total=len(job.simulate.validate_at) * len(bench.schedules), note="")
-        for number in job.simulate.validate_at:
-            batch = [prompts[index % len(prompts)] for index in range(number)]
-            for schedule in bench.schedules:
-                bar.update(task, note=f"{schedule.name}, {number} requests")
-                found.append(_validated(job, target.template.stop_ids, pair, bench, traces, schedule, batch))
-                bar.advance(task)
-    return found
-
-
-def _validated(
-    job: SimulateJob,
-    stop_ids: tuple[int, ...],
-    pair: tuple[TransformersTarget, Drafter],
-    bench: Bench,
-    traces: Traces,
-    schedule: ScheduleConfig,
-    batch: Sequence[Prompt],
-) -> Validation:
-    settings = SamplingSettings(job.simulate.temperature, job.simulate.validate_tokens, stop_ids, job.simulate.seed + 1_000_003)
-    policy = Stopwatch(make_policy(schedule, bench.calibrator, bench.table, bench.prior))
-    generations = speculative_decode(
-        pair[0],
-        None if schedule.policy == "none" else pair[1],
-        [prompt.token_ids for prompt in batch],
-        settings,
-        request_ids=range(len(batch)),
-        batch_size=len(batch),
-        policy=policy,
-    )
-    seconds = sum(g.seconds.total - g.seconds.prefill for g in generations)
-    tokens = sum(len(g.tokens) - 1 for g in generations)
-    verified = sum(r.drafted for g in generations for r in g.rounds)
-    accepted = sum(r.accepted for g in generations for r in g.rounds)
-    rounds = sum(len(g.rounds) for g in generations)
-    # Each prompt's recorded answers in turn.
-    chosen, taken = [], dict.fromkeys({prompt.number for prompt in batch}, 0)
-    for prompt in batch:
-        own = np.flatnonzero(traces.prompt == prompt.number)
-        if len(own):
-            chosen.append(int(own[taken[prompt.number] % len(own)]))
-            taken[prompt.number] += 1
-    if len(chosen) < len(batch):
-        raise JobError("the recorded rounds do not cover the held-out prompts of this corpus: run `python -m pipelines.calibrate` again")
-    predicted = together(traces, bench.table, bench.contender(schedule), chosen)
-    return Validation(
-        name=schedule.name,
-        concurrency=len(batch),
-        measured=tokens / seconds,
-        predicted=predicted.throughput,
-        budget=1 + verified / rounds,
-        waste=1 - accepted / verified if verified else 0.0,
-        tau=tokens / rounds,
-        predicted_tau=predicted.tokens / predicted.rounds,
-        scheduler_share=policy.spent / seconds,
-    )
-
-
-class Stopwatch(Policy):
-    """Another policy, and the seconds that its decisions take."""
-
-    def __init__(self, inner: Policy) -> None:
-        self.inner, self.spent = inner, 0.0
-        self.name, self.needs_confidence = inner.name, inner.needs_confidence
-
-    def begin(self) -> None:
-        self.inner.begin()
-
-    def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        started = time.perf_counter()
-        planned = self.inner.plan(requests, limits)
-        self.spent += time.perf_counter() - started
-        return planned
-
-    def lengths(self, requests: np.ndarray, drafted: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        started = time.perf_counter()
-        lengths = self.inner.lengths(requests, drafted, confidence)
-        self.spent += time.perf_counter() - started
-        return lengths
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        started = time.perf_counter()
-        self.inner.observe(outcome)
-        self.spent += time.perf_counter() - started
+        count = len(loads) * len(bench.schedules) * settings.validate_repeats
+        task = bar.add_task("on the real decoder", total=count, note="")
+        return validations(
+            trial,
+            [bench.schedule(one) for one in bench.schedules],
+            loads,
+            settings.validate_repeats,
+            bench.rounds,
+            bench.table,
+            lambda note: bar.update(task, advance=1, note=note),
+        )
 
 
 def _summary(served: Served) -> dict[str, float]:

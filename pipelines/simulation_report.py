@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from decoding.simulator import Served
 from pipelines.figures import MARKERS, SERIES, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
+from pipelines.validation import Comparison, Validation
 
 
 @dataclass(frozen=True)
@@ -25,28 +26,6 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Validation:
-    """One schedule on the real decoder beside its prediction; tokens a second without the prefill."""
-
-    name: str
-    concurrency: int
-    measured: float
-    predicted: float
-    budget: float
-    waste: float
-    tau: float
-    predicted_tau: float
-    scheduler_share: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-    def told(self) -> str:
-        return f"{self.name}: {self.measured:,.1f} tokens/s, predicted {self.predicted:,.1f} ({self.error:+.0%})"
-
-
-@dataclass(frozen=True)
 class SimulationFindings:
     """What the page is made of. `kind` says whether the cost table was measured or assumed."""
 
@@ -59,6 +38,7 @@ class SimulationFindings:
     replicas: int
     doubts: Sequence[dict[str, Any]]
     validations: Sequence[Validation]
+    comparisons: Sequence[Comparison]
     notes: Sequence[str]
     facts: dict[str, str]
 
@@ -112,8 +92,11 @@ def simulation_page(found: SimulationFindings) -> Page:
             Section(
                 "validation",
                 "On the real decoder",
-                "Measured: batches of held-out prompts that start together. Predicted: the simulator on recorded answers to the same.",
-                tables=[_validation_table(found.validations)],
+                "Measured: held-out prompts in batches that start together, without prefill, schedules in turn forwards and backwards, "
+                "with other texts; bars and ranges go from the slowest run to the fastest. Predicted: the simulator on recorded answers.",
+                measured_figure(found),
+                "Measured throughput, speed of a user and tokens verified against concurrency, one line a schedule",
+                [_comparison_table(found.comparisons), _validation_table(found.validations)],
             )
         )
     return Page(
@@ -191,6 +174,33 @@ def budget_figure(found: SimulationFindings) -> Figure:
     return figure
 
 
+@styled
+def measured_figure(found: SimulationFindings) -> Figure:
+    """Throughput and budget against concurrency, throughput against a user's speed; measured."""
+    figure = Figure(figsize=(11.4, 4.0))
+    throughput, pareto, budget = figure.subplots(1, 3)
+    for name, style in _styles(found).items():
+        own = [one for one in found.validations if one.name == name and one.concurrency]
+        at, tokens = [one.concurrency for one in own], [one.measured for one in own]
+        reach = [[one.measured - one.low for one in own], [one.high - one.measured for one in own]]
+        throughput.errorbar(at, tokens, yerr=reach, elinewidth=0.9, capsize=2, **style)
+        pareto.plot([one.user_speed for one in own], tokens, **style)
+        budget.plot(at, [one.budget for one in own], **style)
+    for axes in (throughput, budget):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel("requests that start together")
+    throughput.set(ylabel="tokens a second")
+    throughput.set_yscale("log", base=2)
+    throughput.yaxis.set_major_formatter("{x:.0f}")
+    pareto.set(xlabel="tokens a second of a user", ylabel="tokens a second")
+    budget.set(ylabel="tokens verified a round")
+    budget.set_ylim(bottom=0.8)
+    handles, labels = throughput.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=5)
+    return figure
+
+
 def sla_table(found: SimulationFindings) -> PageTable:
     """Highest throughput at which a user's speed reaches each level, among the concurrencies simulated."""
     rows = []
@@ -228,16 +238,44 @@ def _doubt_table(doubts: Sequence[dict[str, Any]]) -> PageTable:
     return PageTable(["believed", *map(str, counts)], [[case, *(f"{value[case, count]:,.1f}" for count in counts)] for case in cases])
 
 
+def _comparison_table(compared: Sequence[Comparison]) -> PageTable:
+    names = list(dict.fromkeys(name for one in compared for name in one.over_best_fixed))
+    return PageTable(
+        ("requests", "best fixed schedule", "tokens/s", *names),
+        [(one.load, one.best_fixed, f"{one.measured:,.1f}", *(f"{one.over_best_fixed[name]:+.1%}" for name in names)) for one in compared],
+        "Hardware-aware schedules against the best of the fixed ones; several requests in a row are a load that changes.",
+    )
+
+
 def _validation_table(validations: Sequence[Validation]) -> PageTable:
     return PageTable(
-        ("schedule", "requests", "measured", "predicted", "error", "τ", "τ predicted", "verified a round", "wasted", "scheduler"),
+        (
+            "schedule",
+            "requests",
+            "tokens/s",
+            "range",
+            "predicted",
+            "error",
+            "user",
+            "slowest tenth",
+            "user predicted",
+            "τ",
+            "τ predicted",
+            "verified a round",
+            "wasted",
+            "scheduler",
+        ),
         [
             (
                 one.name,
-                str(one.concurrency),
+                one.load,
                 f"{one.measured:,.1f}",
+                f"{one.low:,.1f} to {one.high:,.1f}",
                 f"{one.predicted:,.1f}",
                 f"{one.error:+.0%}",
+                f"{one.user_speed:.1f}",
+                f"{one.slowest_tenth:.1f}",
+                f"{one.predicted_user_speed:.1f}",
                 f"{one.tau:.2f}",
                 f"{one.predicted_tau:.2f}",
                 f"{one.budget:.2f}",
@@ -246,4 +284,5 @@ def _validation_table(validations: Sequence[Validation]) -> PageTable:
             )
             for one in validations
         ],
+        "user: tokens a second of a request while it was there. verified a round: a request's tokens in a pass, its anchor included.",
     )

@@ -12,7 +12,13 @@ from decoding.rounds import RecordedRounds
 from decoding.throughput import ThroughputTable
 
 pytestmark = pytest.mark.timeout(600)
-CALIBRATE = ["calibrate.max_new_tokens=16", "calibrate.rounds=60", "calibrate.max_passes=3", "calibrate.batch_size=3"]
+CALIBRATE = [
+    "calibrate.max_new_tokens=16",
+    "calibrate.rounds=60",
+    "calibrate.max_passes=3",
+    "calibrate.batch_size=3",
+    "calibrate.block_rounds=30",
+]
 
 
 @pytest.fixture
@@ -54,8 +60,13 @@ def test_calibrate_records_fits_and_reports(shop: ServingShop, here: Here) -> No
     assert len(rounds) == result["fitted_rounds"] + result["measured"]["rounds"] >= 60
     assert sorted(set(rounds.domain.tolist())) == ["chat", "math"] == [one["domain"] for one in result["domains"]]
     assert len(set(rounds.prompt.tolist())) == 6 < rounds.requests, "prompts are decoded in several passes"
+    assert [one["length"] for one in record["shorter"]] == [1] == [one["length"] for one in result["shorter_blocks"]]
+    (short,) = result["shorter_blocks"]
+    assert short["rounds"] > 0
+    assert short["ratios"] == [pytest.approx(short["acceptance"][0] / short["whole"][0])]
     text = is_page(result["report"])
     assert "few" in text
+    assert "Shorter blocks" in text
     assert "position 3" in text
 
     # What was decoded is taken over; the same rounds from their file give the same temperatures.
@@ -77,7 +88,16 @@ def test_calibrate_needs_a_confidence_head(tmp_path: Path, here: Here) -> None:
 
 
 PROFILE = ["profile.requests=[1,3]", "profile.context=24", "profile.points=3", "profile.rounds=2", "profile.warmup=1"]
-SIMULATE = ["simulate.concurrency=[1,3]", "simulate.steps=20", "simulate.replicas=2", "simulate.load_seconds=1", "simulate.validate=[2]"]
+SIMULATE = [
+    "simulate.concurrency=[1,3]",
+    "simulate.steps=20",
+    "simulate.replicas=2",
+    "simulate.load_seconds=1",
+    "simulate.validate=[2]",
+    "simulate.validate_load=[1,3,1]",
+    "simulate.validate_tokens=12",
+    "simulate.validate_requests=3",
+]
 
 
 def test_profile_measures_and_tells_a_stale_table(shop: ServingShop, here: Here) -> None:
@@ -105,8 +125,31 @@ def test_profile_measures_and_tells_a_stale_table(shop: ServingShop, here: Here)
     assert "another machine" not in path.read_text(), "measured again"
 
 
+@pytest.mark.slow
+def test_profile_times_the_targets_passes_in_vllm(shop: ServingShop, here: Here) -> None:
+    result, _ = ok(here, "profile", shop.overrides("profile", *PROFILE, "profile.context=40", "profile.engine=vllm"))
+    path = Path(result["table"])
+    assert path.parent.name == "profile-vllm"
+    table = ThroughputTable.from_json(path.read_text(), "table")
+    assert (table.kind, table.block, table.context) == ("measured", BLOCK, 32), "whole pages of the prefix cache"
+    assert [curve.tokens for curve in table.curves] == [(1, 2, 4), (3, 8, 12)]
+    assert all(set(curve.draft_seconds) == {0.0} for curve in table.curves)
+    assert "drafting and acceptance not included" in table.covers
+    assert {"vllm", "machine", "threads"} <= table.fingerprint.keys()
+    text = is_page(result["report"])
+    assert table.covers in text
+    assert "not included" in text
+
+    given = [one for one in SIMULATE if "validate" not in one]
+    simulated, _ = ok(here, "simulate", shop.overrides("simulate", *given, f"simulate.table={path}"))
+    assert simulated["stale"] == []
+    assert "drafting not included" in is_page(simulated["report"])
+    message = here.refused("simulate", shop.overrides("simulate", *SIMULATE, f"simulate.table={path}"), shop.drafter)
+    assert "in-process decoder" in message
+
+
 def test_simulate_compares_schedules_and_the_decoder(shop: ServingShop, here: Here) -> None:
-    result, errors = ok(here, "simulate", shop.overrides("simulate", *SIMULATE, "simulate.validate_tokens=12"))
+    result, errors = ok(here, "simulate", shop.overrides("simulate", *SIMULATE))
     assert "static 4 is left out" in errors
     names = {point["name"] for point in result["points"]}
     assert {"none", "MTP-1", "static 2", "full block", "threshold", "algorithm 1", "asynchronous", "online", "gated"} == names
@@ -114,14 +157,32 @@ def test_simulate_compares_schedules_and_the_decoder(shop: ServingShop, here: He
     for point in result["points"]:
         assert point["throughput"] > 0
         assert 1 <= point["budget"] <= BLOCK + 1
-    assert {one["name"] for one in result["validations"]} == names
+    assert {(one["name"], one["load"]) for one in result["validations"]} == {(name, load) for name in names for load in ("2", "1 3 1")}
     for one in result["validations"]:
-        assert one["measured"] > 0
+        assert 0 < one["low"] <= one["measured"] <= one["high"]
+        assert 0 < one["slowest_tenth"] <= one["user_speed"]
         assert one["predicted"] > 0
         assert 1 <= one["tau"] <= BLOCK + 1
+        assert one["concurrency"] == (2 if one["load"] == "2" else None)
+    assert [one["load"] for one in result["comparisons"]] == ["2", "1 3 1"]
+    for one in result["comparisons"]:
+        measured = {v["name"]: v["measured"] for v in result["validations"] if v["load"] == one["load"]}
+        fixed = {name: measured[name] for name in ("none", "MTP-1", "static 2", "full block", "threshold")}
+        assert one["measured"] == max(fixed.values())
+        assert one["over_best_fixed"]["gated"] == pytest.approx(measured["gated"] / max(fixed.values()) - 1)
     text = is_page(result["report"])
     assert "cost table is measured" in text
     assert "On the real decoder" in text
+
+    # Stopped after some runs and started again, it makes only those that are missing; the finished ones keep their times.
+    runs = sorted((shop.stored / "runs" / "first" / "simulation" / "runs").iterdir())
+    assert len(runs) == len(names) * 2 * 2
+    before = {run: run.read_bytes() for run in runs}
+    runs[0].unlink()
+    runs[1].write_text("{torn")
+    again, _ = ok(here, "simulate", shop.overrides("simulate", *SIMULATE))
+    assert {run for run in runs if run.read_bytes() != before[run]} == set(runs[:2])
+    assert len(again["validations"]) == len(result["validations"])
 
 
 def test_simulate_needs_rounds_and_a_table(tmp_path: Path, here: Here) -> None:
