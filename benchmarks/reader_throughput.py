@@ -43,15 +43,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2, help="passes over the cache in each measurement")
     parser.add_argument("--steps", type=int, default=40, help="of the training whose data wait is told; 0 leaves it out")
+    parser.add_argument(
+        "--mib-per-second", type=int, help="what the server sends at most, as over a network; by default what the CPU allows"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reader_throughput.json"))
     args = parser.parse_args()
     os.environ.update(aws_environment())
     places = Places("smollm2_135m", args.corpus)
     source = ObjectStore(StorageSettings(str(args.output))).child(places.cache)
     with tempfile.TemporaryDirectory() as folder:
-        server, process = start(Path(folder))
+        server, process = start(Path(folder), args.mib_per_second)
         try:
-            result: dict[str, Any] = {"threads": args.threads, "codecs": {}}
+            result: dict[str, Any] = {"threads": args.threads, "mib_per_second": args.mib_per_second, "codecs": {}}
             for codec in args.codecs:
                 root = server.store(codec)
                 transcode(source, root.child(places.cache), codec)

@@ -43,8 +43,8 @@ class S3Server:
         return self.folder / BUCKET / prefix / key
 
 
-def start(folder: Path) -> tuple[S3Server, subprocess.Popen[bytes]]:
-    """Start the server over `folder` and wait until it accepts connections; the caller ends the process."""
+def start(folder: Path, mib_per_second: int | None = None) -> tuple[S3Server, subprocess.Popen[bytes]]:
+    """Start the server, which sends at most `mib_per_second`, over `folder`; wait until it accepts connections. The caller ends the process."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -54,6 +54,7 @@ def start(folder: Path) -> tuple[S3Server, subprocess.Popen[bytes]]:
     # A file that a test damages behind its back shows after a second (at 0s rclone spins). No ETags: rclone would hash the whole file
     # for every ranged read.
     command += ["--dir-cache-time", "1s", "--poll-interval", "0", "--etag-hash", ""]
+    command += ["--bwlimit", f"{mib_per_second}M"] if mib_per_second else []
     log = (folder / "rclone.log").open("wb")
     process = subprocess.Popen([*command, "--config", str(folder / "no.conf"), str(folder)], stdout=log, stderr=log)
     log.close()
