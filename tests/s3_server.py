@@ -44,7 +44,7 @@ class S3Server:
 
 
 def start(folder: Path, mib_per_second: int | None = None) -> tuple[S3Server, subprocess.Popen[bytes]]:
-    """Start the server, which sends at most `mib_per_second`, over `folder`; wait until it accepts connections. The caller ends the process."""
+    """Start the server over `folder`, sending at most `mib_per_second`; return once it accepts connections. The caller ends the process."""
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
