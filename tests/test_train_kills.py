@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_a_process_killed_twelve_times(make: Make, monkeypatch: pytest.MonkeyPat
     same(recipe, whole)
 
 
+def kill(processes: Sequence[psutil.Process]) -> int:
+    """How many of them were still there."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed += 1
+    return killed
+
+
 def training_workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -92,43 +103,37 @@ def training_workers() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def disturbing(recipe: TrainRecipe, times: int, disturb: Callable[[], None]) -> Iterator[list[int]]:
-    """Call `disturb` that often, each time some moments after a new checkpoint; the steps at which it was called."""
+def disturbing(recipe: TrainRecipe, times: int, disturb: Callable[[], int]) -> Iterator[list[int]]:
+    """Call `disturb` that often, each time some moments after a new checkpoint; the steps after which it really killed somebody."""
     dice, at, end = random.Random(2), [], threading.Event()
 
     def body() -> None:
         step = 0
-        for _ in range(times):
+        while len(at) < times:
             while not end.is_set() and (reached := checkpointing.standing_of(recipe.run).step) <= step:
                 time.sleep(0.05)
             time.sleep(dice.random())
             if end.is_set():
                 return
             step = reached
-            at.append(step)
-            disturb()
+            if disturb():
+                at.append(step)
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    try:
-        yield at
-    finally:
-        end.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        disturbed = pool.submit(body)
+        try:
+            yield at
+        finally:
+            end.set()
+        disturbed.result()
 
 
 def test_a_ray_worker_killed_three_times(make: Make, tmp_path: Path) -> None:
     changes = {**CHANGES, "steps": 300}
     whole, recipe = make("whole", **changes), make("killed", **changes)
     trained(whole)
-    with cluster(ClusterSettings(cpus=1)):
-
-        def kill() -> None:
-            for process in training_workers():
-                process.kill()
-
-        with disturbing(recipe, 3, kill) as at:
-            run_training(recipe, ONE, tmp_path / "scratch", lambda row: None)
+    with cluster(ClusterSettings(cpus=1)), disturbing(recipe, 3, lambda: kill(training_workers())) as at:
+        run_training(recipe, ONE, tmp_path / "scratch", lambda row: None)
     assert len(at) == 3, at
     same(recipe, whole)
 
@@ -140,23 +145,18 @@ def test_a_node_killed_twice(make: Make, tmp_path: Path) -> None:
     whole, recipe = make("whole", **changes), make("killed", **changes)
     trained(whole)
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    raylets = {nodes.add_node(num_cpus=1).all_processes["raylet"][0].process.pid for _ in range(3)}
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
 
-    def kill() -> None:
-        """The node on which training runs, with all its processes; another one comes."""
-        parents = {process.ppid() for process in training_workers()}
-        for node in list(workers):
-            if node.all_processes["raylet"][0].process.pid in parents:
-                workers.remove(node)
-                for child in psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        child.kill()
-                nodes.remove_node(node, allow_graceful=False)
-                workers.append(nodes.add_node(num_cpus=1, wait=False))
+    def kill_node() -> int:
+        """All processes of the node on which training runs."""
+        hit = {process.ppid() for process in training_workers()} & raylets
+        for raylet in map(psutil.Process, hit):
+            kill([raylet, *raylet.children(recursive=True)])
+        return len(hit)
 
     try:
-        with disturbing(recipe, 2, kill) as at:
+        with disturbing(recipe, 2, kill_node) as at:
             run_training(recipe, ONE, tmp_path / "scratch", lambda row: None)
     finally:
         ray.shutdown()
@@ -212,9 +212,7 @@ def test_the_driver_killed_three_times(shop: Workshop, undisturbed: bytes) -> No
         time.sleep(0.3 * dice.random())
         family = psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, signal.SIGKILL)
-        for member in family if whole_family else []:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
+        kill(family if whole_family else [])
         assert process.wait() == -signal.SIGKILL
         _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == [], "Ray and its workers go with the driver"
@@ -227,6 +225,9 @@ def test_the_driver_killed_three_times(shop: Workshop, undisturbed: bytes) -> No
     folders = list((shop.stored / "runs" / "killed" / "wandb").glob("offline-run-*"))
     assert len(folders) == 4
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1, "one W&B run, continued"
+    logged = b"".join(path.read_bytes() for folder in folders for path in folder.glob("*.wandb"))
+    for name in ("git_revision", "weights_fingerprint", "heldout/one_minus_tv@1", "heldout/confidence_bias", "data_wait_share"):
+        assert name.encode() in logged, name
 
 
 def test_sigterm_loses_nothing(shop: Workshop, undisturbed: bytes) -> None:
