@@ -48,6 +48,16 @@ def cluster(settings: ClusterSettings) -> Iterator[None]:
         ray.shutdown()
 
 
+def visible_gpus(settings: ClusterSettings) -> int:
+    """This machine's GPUs, or those of all nodes of the cluster that is to be joined."""
+    if settings.address == "local":
+        import torch  # here, since the ledger's process has no need of it
+
+        return torch.cuda.device_count()
+    with cluster(settings):
+        return int(ray.cluster_resources().get("GPU", 0))
+
+
 def original_error(error: BaseException) -> BaseException:
     """The error that an actor raised, out of Ray's wrapping."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from omegaconf import DictConfig
 
 from actors import checkpointing
-from actors.cluster import cluster
+from actors.cluster import cluster, visible_gpus
 from actors.drafter import drafter_shapes
 from actors.train_recipe import TrainRecipe, recipe_facts
 from actors.training import Workers, run_training
@@ -108,7 +107,7 @@ def main(cfg: DictConfig) -> None:
 
 def workers_of(job: TrainJob) -> Workers:
     """One worker for each GPU, else one; each node's cores shared by its workers; unless the config says otherwise."""
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus(job.cluster)
     count = job.workers.count or max(gpus, 1)
     each = job.workers.gpus if job.workers.gpus is not None else (1.0 if gpus else 0.0)
     return Workers(count, job.workers.cpus or max((job.cluster.cpus or usable_cores()) // count, 1), each)

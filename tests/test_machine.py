@@ -1,8 +1,9 @@
-"""How many engines a machine gets, and how many GPUs each."""
+"""How many engines a machine gets, and how many GPUs each; what trainer workers find on a cluster."""
 
 import pytest
 import torch
 
+from actors.cluster import ClusterSettings, visible_gpus
 from pipelines import machine
 from pipelines.machine import engine_count
 
@@ -25,3 +26,17 @@ def test_engines_share_the_gpus_by_the_size_of_the_model(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
     assert engine_count(*asked) == expected
+
+
+@pytest.mark.slow
+def test_a_clusters_gpus_count_and_not_the_drivers() -> None:
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for gpus in (2, 1):
+            nodes.add_node(num_cpus=1, num_gpus=gpus)
+        assert visible_gpus(ClusterSettings(address=nodes.address)) == 3
+    finally:
+        nodes.shutdown()
+    assert visible_gpus(ClusterSettings()) == torch.cuda.device_count()
