@@ -28,6 +28,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, MUTED, GRID = "#1b2330", "#5b6675", "#dde2e8"
 THEMED = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}  # what to_svg replaces
 
+_SCORINGS = 4  # drawn of a run, however many there were
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same picture on every machine
@@ -136,6 +137,28 @@ def training_figure(points: Sequence[TrainingPoint]) -> Figure:
     return figure
 
 
+@styled
+def heldout_figure(points: Sequence[TrainingPoint]) -> Figure:
+    """Held-out rows: one_minus_tv by position at some scorings, the last one among them; where there is one, the confidence head's bias."""
+    scored = [point for point in points if point.positions]
+    biases = [(point.step, point.confidence_bias) for point in points if point.confidence_bias is not None]
+    figure = Figure(figsize=(4.9, 4.4 if biases else 2.9))
+    heights = (1.7, 1) if biases else (1,)
+    upper, *lower = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    chosen = np.linspace(0, len(scored) - 1, min(len(scored), _SCORINGS)).round().astype(int)
+    for marker, colour, point in zip(MARKERS, SERIES, (scored[number] for number in chosen), strict=False):
+        upper.plot(range(1, len(point.positions) + 1), point.positions, marker=marker, color=colour, label=f"step {point.step:,}")
+    upper.set(xlabel="draft position k", ylabel="one_minus_tv@k", ylim=(0, None))
+    upper.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if scored:
+        upper.legend(ncols=2, handlelength=1.6)
+    for axes in lower:
+        axes.plot(*zip(*biases, strict=True), marker=MARKERS[0], color=SERIES[0])
+        axes.axhline(0, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set(xlabel="optimizer step", ylabel="confidence bias")
+    return figure
+
+
 def draw_losses(axes: Axes, points: Sequence[TrainingPoint], terms: Sequence[str] = tuple(TERM_NAMES)) -> None:
     """The given loss terms as far as the log has them, raw faintly and smoothed strongly."""
     names = [name for name in terms if any(name in point.terms for point in points)]
@@ -149,16 +172,18 @@ def draw_losses(axes: Axes, points: Sequence[TrainingPoint], terms: Sequence[str
 
 
 def draw_tau_teacher_forced(axes: Axes, points: Sequence[TrainingPoint]) -> None:
-    """Teacher-forced accepted length, in training as a line and on held-out rows as points; 1 is no drafter at all."""
+    """Teacher-forced accepted length, in training as a line and on held-out rows as points, and there decoded; 1 is no drafter at all."""
     trained = [(point.step, point.tau_teacher_forced) for point in points if point.tau_teacher_forced is not None]
     _smoothed_line(axes, trained, SERIES[2], "training")
     heldout = [(point.step, point.tau_heldout) for point in points if point.tau_heldout is not None]
-    if heldout:
-        axes.plot(*zip(*heldout, strict=True), "--", marker=MARKERS[3], color=SERIES[3], linewidth=1.4, label="held out")
-        if trained:
-            axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), handlelength=1.6, borderaxespad=0.1)
+    decoded = [(point.step, point.tau_decoded) for point in points if point.tau_decoded is not None]
+    for index, (label, have) in enumerate((("held out", heldout), ("held out, decoded", decoded)), start=3):
+        if have:
+            axes.plot(*zip(*have, strict=True), "--", marker=MARKERS[index], color=SERIES[index], linewidth=1.4, label=label)
+    if heldout and (trained or decoded):
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 0.1), handlelength=1.6, borderaxespad=0.1)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set(xlabel="optimizer step", ylabel="teacher-forced τ")
+    axes.set(xlabel="optimizer step", ylabel="τ" if decoded else "teacher-forced τ")
 
 
 def add_sample_scale(axes: Axes, points: Sequence[TrainingPoint]) -> None:

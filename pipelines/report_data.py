@@ -6,6 +6,7 @@ drawn again from the JSON that an evaluation left behind. Rates stay numerator a
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ Origin = Literal["accepted", "bonus", "correction", "target"]
 
 METRIC_OF_KIND: dict[Kind, str] = {"conditional": "accept_cond", "prefix": "accept_prefix"}
 TRAINING_TERMS = ("loss", "ce", "tv", "confidence_bce", "soft_ce", "lk", "lk_hybrid")
-_TAUS = ("tau_teacher_forced", "heldout/tau_teacher_forced")
+_SINGLE = ("tau_teacher_forced", "heldout/tau_teacher_forced", "heldout/tau", "heldout/confidence_bias")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -103,7 +104,8 @@ class DomainResult:
 class TrainingPoint:
     """One record of a training log: the loss and its terms, after `step` optimizer steps and `samples` sequences.
 
-    `samples` is 0 where the log is silent. Teacher-forced accepted length on the batch just trained on, and on held-out rows.
+    `samples` is 0 where the log is silent. Teacher-forced accepted length on the batch just trained on, and on held-out rows; of these also
+    the accepted length decoded, one_minus_tv by position, and how much the confidence head says too much.
     """
 
     step: int
@@ -111,6 +113,9 @@ class TrainingPoint:
     terms: dict[str, float]
     tau_teacher_forced: float | None = None
     tau_heldout: float | None = None
+    tau_decoded: float | None = None
+    confidence_bias: float | None = None
+    positions: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -419,15 +424,30 @@ def token_pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list
 def training_points(records: Iterable[Mapping[str, Any]]) -> tuple[TrainingPoint, ...]:
     """Points of a training log (`metrics.jsonl`), one record a mapping.
 
-    Taken are records with `step` and any of TRAINING_TERMS, `tau_teacher_forced` and `heldout/tau_teacher_forced`; others are passed over.
+    Taken are records with `step` and any of TRAINING_TERMS and of what is told of held-out rows; others are passed over.
     """
     points = []
     for record in records:
-        numbers = {name: float(record[name]) for name in (*TRAINING_TERMS, *_TAUS) if record.get(name) is not None}
+        numbers = {name: float(record[name]) for name in (*TRAINING_TERMS, *_SINGLE) if record.get(name) is not None}
         if "step" in record and numbers:
-            terms = {name: numbers[name] for name in TRAINING_TERMS if name in numbers}
-            points.append(TrainingPoint(int(record["step"]), int(record.get("samples", 0)), terms, *(numbers.get(name) for name in _TAUS)))
+            point = TrainingPoint(
+                step=int(record["step"]),
+                samples=int(record.get("samples", 0)),
+                terms={name: numbers[name] for name in TRAINING_TERMS if name in numbers},
+                tau_teacher_forced=numbers.get("tau_teacher_forced"),
+                tau_heldout=numbers.get("heldout/tau_teacher_forced"),
+                tau_decoded=numbers.get("heldout/tau"),
+                confidence_bias=numbers.get("heldout/confidence_bias"),
+                positions=_by_position(record),
+            )
+            points.append(point)
     return tuple(points)
+
+
+def _by_position(record: Mapping[str, Any]) -> tuple[float, ...]:
+    """heldout/one_minus_tv@1, @2, ... as far as the record has them."""
+    names = (f"heldout/one_minus_tv@{k}" for k in itertools.count(1))
+    return tuple(float(record[name]) for name in itertools.takewhile(lambda name: record.get(name) is not None, names))
 
 
 T = TypeVar("T")

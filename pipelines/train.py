@@ -18,7 +18,7 @@ from actors.cluster import cluster, visible_gpus
 from actors.drafter import drafter_shapes
 from actors.train_recipe import TrainRecipe, recipe_facts
 from actors.training import Workers, run_training
-from pipelines.figures import save, training_figure
+from pipelines.figures import heldout_figure, save, training_figure
 from pipelines.job import JobError, finish, launch, mendable, notices, progress
 from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
@@ -138,9 +138,12 @@ def train(job: TrainJob, recipe: TrainRecipe, workers: Workers, metrics: Metrics
 
 
 def draw(metrics: MetricsFile, folder: Path) -> None:
-    """The learning curve so far, also of a run that was stopped."""
-    if points := training_points(metrics.rows):
+    """The learning curve so far, and held-out acceptance by position; also of a run that was stopped."""
+    points = training_points(metrics.rows)
+    if points:
         save(training_figure(points), folder / "training.png")
+    if any(point.positions for point in points):
+        save(heldout_figure(points), folder / "heldout.png")
 
 
 def _note(row: dict[str, Any]) -> str:

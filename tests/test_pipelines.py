@@ -89,7 +89,8 @@ def test_train_leaves_a_drafter_and_its_curve(chain: Chain) -> None:
     assert result["metrics"]["loss"] > 0
     assert result["metrics"]["heldout/tau_teacher_forced"] >= 1
     assert {path.name for path in (folder / "drafter").iterdir()} == {"model.safetensors", "config.json", "contract.json"}
-    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    for figure in ("training.png", "heldout.png"):
+        assert (folder / figure).read_bytes().startswith(b"\x89PNG")
     assert any((folder / "wandb").glob("offline-run-*")), "W&B keeps an offline run and asks nobody"
 
 

@@ -251,10 +251,10 @@ def test_training_points_pass_over_other_records():
     log = [
         {"step": 1, "samples": 8, "loss": 2, "lr": 0.1, "tau_teacher_forced": 1.2},
         {"event": "resume"},
-        {"step": 1, "heldout/loss": 3, "heldout/tau_teacher_forced": 1.1},
+        {"step": 1, "heldout/loss": 3, "heldout/tau_teacher_forced": 1.1, "heldout/one_minus_tv@1": 0.5, "heldout/one_minus_tv@2": 0.25},
         {"step": 2, "lr": 0.1},
     ]
-    assert training_points(log) == (TrainingPoint(1, 8, {"loss": 2.0}, 1.2), TrainingPoint(1, 0, {}, None, 1.1))
+    assert training_points(log) == (TrainingPoint(1, 8, {"loss": 2.0}, 1.2), TrainingPoint(1, 0, {}, None, 1.1, positions=(0.5, 0.25)))
 
 
 def contrast(colour: str, ground: str) -> float:
@@ -301,6 +301,8 @@ def test_figures_are_the_same_every_time(tmp_path):
         lambda: figures.acceptance_figure([Acceptance("untried", (Ratio(0, 0),), (Ratio(0, 0),))]),
         lambda: figures.training_figure([]),
         lambda: figures.training_figure([TrainingPoint(1, 0, {"loss": math.nan})]),
+        lambda: figures.heldout_figure([]),
+        lambda: figures.heldout_figure([TrainingPoint(3, 0, {}, tau_decoded=1.1, confidence_bias=-0.1, positions=(0.5, 0.2))]),
         lambda: figures.tau_figure([]),
         lambda: figures.stages_figure([]),
         lambda: figures.stages_figure([StageTime("cache", 0.0, True)]),
