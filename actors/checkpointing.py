@@ -21,7 +21,7 @@ class Standing:
 
     Attributes:
         step: optimizer steps taken.
-        best_step, best_tau: the best scoring so far, by tau_teacher_forced on the held-out rows; 0 and None before the first.
+        best_step, best_tau: the best scoring so far, by tau_teacher_forced or tau on the held-out rows; 0 and None before the first.
         unimproved: scorings since then.
     """
 

@@ -22,6 +22,16 @@ FOLLOWS = "follows"
 
 
 @dataclass(frozen=True)
+class DecodeSettings:
+    """How held-out prompts are decoded at every scoring: the first `prompts` of them, `batch_size` at a time."""
+
+    prompts: int
+    max_new_tokens: int
+    temperature: float
+    batch_size: int
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """How to train. Samples, not tokens, are counted: `global_batch` samples a step over all workers.
 
@@ -34,12 +44,13 @@ class TrainSettings:
         head_start: the sequential head starts at `random`, or as the `target`'s own next-token logits after each single token.
         compute: `bfloat16` (products in bf16, weights and optimizer in fp32) or `float32`.
         disk_cache: folder on each node for samples that were read, of at most `disk_cache_gib` GiB; 0 is none.
-        heldout_rows: cached samples kept out of training, by hash, to score tau_teacher_forced on.
+        heldout_rows: cached samples kept out of training, by hash, to score on.
+        decode: decode held-out prompts besides, and choose by their `tau`; None chooses by tau_teacher_forced.
         start: `random`, `target_layers` (the target's own last layers), or the folder of a drafter to go on from.
         ema: share of the weights' running average that a step keeps; 0 for none. The average is what is scored and exported.
         keep_checkpoints: how many of the newest checkpoints stay; the best one stays besides.
         patience: scorings in a row without a better one after which training ends; None for never.
-        export: which checkpoint becomes the drafter, `best` by tau_teacher_forced or `last`.
+        export: which checkpoint becomes the drafter, `best` by the held-out score or `last`.
         stall_minutes: how long to wait for one sample before the run ends with the cause.
         parallel: `ddp` (every worker holds all weights and optimizer state) or `fsdp` (each holds a slice).
         compile: `auto` (on CUDA), `true` or `false`: torch.compile of the layers' feed-forward parts.
@@ -81,6 +92,12 @@ class TrainSettings:
     compile: str = "auto"
     activation_checkpointing: bool = False
     deterministic: bool = False
+    decode: DecodeSettings | None = None
+
+    @property
+    def score(self) -> str:
+        """The held-out metric that chooses the best checkpoint."""
+        return "tau_teacher_forced" if self.decode is None else "tau"
 
 
 @dataclass(frozen=True)
@@ -100,9 +117,10 @@ class TrainRecipe:
 
 def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:
     """What decides a run's result; a run folder made with other facts is not continued."""
+    settings = {key: value for key, value in asdict(recipe.settings).items() if key not in _NOT_DECISIVE}
     return {
         "contract": asdict(recipe.contract),
         "manifest": recipe.manifest_hash,
         "drafter": recipe.drafter.to_dict(),
-        "settings": {key: value for key, value in asdict(recipe.settings).items() if key not in _NOT_DECISIVE},
+        "settings": {key: value for key, value in settings.items() if value is not None},  # what nobody asked for decides nothing
     }

@@ -22,6 +22,7 @@ from actors.batches import MicroBatch, Packing, tokens_of
 from actors.checkpointing import Standing
 from actors.drafter import build_drafter
 from actors.errors import ActorError, Stopped
+from actors.heldout_decoding import HeldoutDecoding, prompt_of
 from actors.optimization import Optimizer
 from actors.parallel import Parallel, collect
 from actors.starting import start_drafter
@@ -76,6 +77,8 @@ class Worker:
         if self.settings.disk_cache_gib:
             settings = DiskCacheSettings(self.settings.disk_cache, int(self.settings.disk_cache_gib * 2**30))
             self.disk_cache = DiskCache(settings, self._tell)
+        decode = self.settings.decode
+        self.decoding = None if decode is None else HeldoutDecoding(recipe, decode, self.drafter.target_head, self.device)
         self._asked, self._stopping = 0.0, False
 
     @property
@@ -208,21 +211,28 @@ class Worker:
         return self._stopping
 
     def _score(self) -> None:
-        """tau_teacher_forced and the rest on the held-out rows, each rank taking its share, with the averaged weights if there are any."""
+        """Metrics on the held-out rows, each rank taking its share, with the averaged weights if there are any."""
         settings, totals = self.settings, Totals()
         mine = rank_slots(np.arange(len(self.heldout)), self.rank, self.world).tolist()
         rounds = -(-len(self.heldout) // self.world) if self.parallel.sharded else len(mine)
-        with self._reader(self.heldout) as reader, self.optimizer.averaged(), self.parallel.scoring():
+        prompts: dict[int, Tensor] = {}
+        with self._reader(self.heldout) as reader, self.optimizer.averaged():
             samples = reader.stream(mine)
-            for number in range(rounds):
-                micro = self.packing.pack([next(samples)], _HELDOUT_EPOCH) if number < len(mine) else self.stand_in
-                idle = self.parallel.sharded and micro.batch.num_anchors == 0
-                batch = self.stand_in.batch if idle else micro.batch
-                metrics = self.drafter(batch, settings.weights, settings.decay, 1.0)[1]
-                if micro.rows and not idle:
-                    totals.add(metrics)
+            with self.parallel.scoring():
+                for number in range(rounds):
+                    sample = next(samples) if number < len(mine) else None
+                    micro = self.stand_in if sample is None else self.packing.pack([sample], _HELDOUT_EPOCH)
+                    idle = self.parallel.sharded and micro.batch.num_anchors == 0
+                    batch = self.stand_in.batch if idle else micro.batch
+                    metrics = self.drafter(batch, settings.weights, settings.decay, 1.0)[1]
+                    if micro.rows and not idle:
+                        totals.add(metrics)
+                    if sample is not None and settings.decode is not None and mine[number] < settings.decode.prompts:
+                        prompts[mine[number]] = prompt_of(sample)
+            if self.decoding is not None:
+                totals.add(self.decoding.metrics(collect(self.optimizer.parameters, keep=True), prompts))
         means = totals.means(self.device)
-        self.standing = self.standing.scored(means.get("tau_teacher_forced"))
+        self.standing = self.standing.scored(means.get(settings.score))
         self._post({f"heldout/{name}": value for name, value in means.items()})
 
     def _reader(self, entries: Entries) -> SampleReader:

@@ -15,6 +15,7 @@ from actors.cluster import CPU_ENVIRONMENT
 from actors.errors import ActorError, Stopped
 from actors.train_recipe import TrainRecipe
 from actors.trainer import Worker
+from decoding.errors import DecodingError
 from drafters.errors import DrafterError
 from storage.errors import StorageError
 
@@ -65,7 +66,7 @@ def run_training(
     Once `stop` is set, the workers write a checkpoint after the step that they are in, and this returns.
 
     Raises:
-        StorageError, DrafterError, ActorError: a worker's own; trying again would not help.
+        StorageError, DrafterError, DecodingError, ActorError: a worker's own; trying again would not help.
         ActorError: the workers failed more than `max_failures` times without a new checkpoint in between.
     """
     board = _local_board()
@@ -147,7 +148,7 @@ def _told(error: BaseException) -> BaseException:
     causes = [getattr(cause, "_base_exc", cause) for cause in (getattr(error, "worker_failures", None) or {0: error}).values()]
     for cause in causes:
         # When one rank stops, the others report a broken connection.
-        if isinstance(cause, StorageError | DrafterError | ActorError):
+        if isinstance(cause, StorageError | DrafterError | DecodingError | ActorError):
             return cause
     last = (str(causes[0]).strip().splitlines() or [""])[-1]
     return _Crashed(f"the training workers failed ({type(causes[0]).__name__}: {last}). The last checkpoint is kept: run it again to go on")

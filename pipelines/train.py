@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from actors import checkpointing
 from actors.cluster import cluster, visible_gpus
 from actors.drafter import drafter_shapes
-from actors.train_recipe import TrainRecipe, recipe_facts
+from actors.train_recipe import TrainRecipe, TrainSettings, recipe_facts
 from actors.training import Workers, run_training
 from pipelines.figures import heldout_figure, save, training_figure
 from pipelines.job import JobError, finish, launch, mendable, notices, progress
@@ -83,7 +83,7 @@ def main(cfg: DictConfig) -> None:
             "samples": f"{len(manifest) - settings.heldout_rows} for training, {settings.heldout_rows} held out",
             "loss": f"{last.get('loss', float('nan')):.3f}"
             + "".join(f"; {name} {last[name]:.3f}" for name in TRAINING_TERMS[1:] if name in last),
-            "held out": f"tau_teacher_forced {last.get('heldout/tau_teacher_forced', float('nan')):.2f} at temperature 1{best}",
+            "held out": heldout(settings, last) + best,
             "time": f"{seconds:.0f} s for {trained} steps" if trained else "nothing to do: this run is finished",
             "data wait": f"{last.get('data_wait_share', 0.0):.1%} of the last steps' time",
             "drafter": f"{drafter.settings.root}, of step {exported}",
@@ -96,7 +96,7 @@ def main(cfg: DictConfig) -> None:
             "drafter": drafter.settings.root,
             "exported_step": exported,
             "best_step": now.best_step,
-            "best_tau_teacher_forced": now.best_tau,
+            f"best_{settings.score}": now.best_tau,
             "seconds": seconds,
             "steps_now": trained,
             "metrics": last,
@@ -137,6 +137,14 @@ def train(job: TrainJob, recipe: TrainRecipe, workers: Workers, metrics: Metrics
         run_training(recipe, workers, Path(scratch), on_row, stop)
 
 
+def heldout(settings: TrainSettings, last: dict[str, Any]) -> str:
+    """The last scoring's accepted length."""
+    forced = f"tau_teacher_forced {last.get('heldout/tau_teacher_forced', float('nan')):.2f} at temperature 1"
+    if settings.decode is None:
+        return forced
+    return f"tau {last.get('heldout/tau', float('nan')):.2f} at temperature {settings.decode.temperature:g}, {forced}"
+
+
 def draw(metrics: MetricsFile, folder: Path) -> None:
     """The learning curve so far, and held-out acceptance by position; also of a run that was stopped."""
     points = training_points(metrics.rows)
@@ -154,6 +162,8 @@ def _note(row: dict[str, Any]) -> str:
         parts.append(f"tau {row['tau_teacher_forced']:.2f}" if "tau_teacher_forced" in row else "")
     if "heldout/tau_teacher_forced" in row:
         parts.append(f"held out {row['heldout/tau_teacher_forced']:.2f}")
+    if "heldout/tau" in row:
+        parts.append(f"decoded {row['heldout/tau']:.2f}")
     if "loss" in row:
         parts.append(f"{row['samples_per_second']:.1f} samples/s, {row['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"data wait {row['data_wait_share']:.1%}")

@@ -63,8 +63,9 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
                     "holds none"
                 )
             options["draft_vocabulary"] = frequent_tokens(answers, trained, target.template.stop_ids, size, target.identity.vocab_size)
+    model_config = read_model_config(target.folder)
     config = config_from_target(
-        read_model_config(target.folder), len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options
+        model_config, len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options
     )
     if config.kind.context == "last_hidden" and contract.capture.last_hidden_rows != "all":
         raise ContractMismatch(
@@ -76,6 +77,12 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
     if settings.start not in (RANDOM, TARGET_LAYERS):
         start = start_folder(settings.start, job)
         settings = dataclasses.replace(settings, start=start.settings.root)
+    room = int(model_config["max_position_embeddings"])
+    if settings.decode is not None and contract.capture.max_length + settings.decode.max_new_tokens > room:
+        raise JobError(
+            f"train.decode.max_new_tokens={settings.decode.max_new_tokens} after up to {contract.capture.max_length} tokens exceed the "
+            f"target's {room} positions: ask for fewer"
+        )
     return TrainRecipe(
         cache=cache,
         run=store.child(job.places.run(job.run.name)),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from actors.train_recipe import TrainSettings
+from actors.train_recipe import DecodeSettings, TrainSettings
 from drafters.losses import LossWeights
 from pipelines.job import Job, JobError
 from pipelines.tracking import TrackingConfig
@@ -39,6 +39,16 @@ class LossConfig(BaseModel):
     lk_eta: float = Field(ge=0)
 
 
+class DecodeConfig(BaseModel):
+    """See DecodeSettings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompts: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    batch_size: int = Field(ge=1)
+
+
 class TrainConfig(BaseModel):
     """See TrainSettings; `steps` or `epochs` is given."""
 
@@ -60,7 +70,9 @@ class TrainConfig(BaseModel):
     seed: int
     heldout_rows: int = Field(ge=1)
     log_every: int = Field(ge=1)
+    score: Literal["teacher_forced", "decoded"]
     score_every: int = Field(ge=1)
+    decode: DecodeConfig
     checkpoint_every: int = Field(ge=1)
     prefetch_mib: int = Field(ge=1)
     reader_threads: int = Field(ge=1)
@@ -85,7 +97,7 @@ class TrainConfig(BaseModel):
         """With the number of steps worked out for `samples` training samples; None where a growing cache leaves them open.
 
         Raises:
-            JobError: no or both of steps and epochs, or a batch larger than the data.
+            JobError: no or both of steps and epochs, a batch larger than the data, or more prompts to decode than there are held-out rows.
         """
         if samples is None and self.steps is None:
             raise JobError(
@@ -95,9 +107,12 @@ class TrainConfig(BaseModel):
             raise JobError("give either train.steps or train.epochs, and null for the other")
         if samples is not None and self.global_batch > samples:
             raise JobError(f"train.global_batch={self.global_batch} is more than the {samples} samples there are to train on")
-        values = self.model_dump(exclude={"epochs", "loss", "steps", "follow", "follow_patience_minutes"})
+        decode = DecodeSettings(**self.decode.model_dump()) if self.score == "decoded" else None
+        if decode is not None and decode.prompts > self.heldout_rows:
+            raise JobError(f"train.decode.prompts={decode.prompts} is more than train.heldout_rows={self.heldout_rows}: raise the latter")
+        values = self.model_dump(exclude={"epochs", "loss", "steps", "score", "decode", "follow", "follow_patience_minutes"})
         steps = self.steps or max(int(float(self.epochs or 0) * ((samples or 0) // self.global_batch)), 1)
-        return TrainSettings(steps=steps, weights=LossWeights(**self.loss.model_dump()), **values)
+        return TrainSettings(steps=steps, weights=LossWeights(**self.loss.model_dump()), decode=decode, **values)
 
 
 class WorkersConfig(BaseModel):

@@ -14,11 +14,17 @@ from safetensors.torch import load_file
 from test_trainer import Make, Recording, random_cache, recipe_maker, tiny_target, trained, with_one_thread  # noqa: F401  # fixtures
 
 from actors import checkpointing
+from actors.decoder import Decoder, DecoderSettings, Prompt
 from actors.errors import Stopped
-from actors.train_recipe import CHECKPOINTS, TrainRecipe
+from actors.train_recipe import CHECKPOINTS, DecodeSettings, TrainRecipe
+from corpus.template import ChatTemplate
+from decoding.settings import SamplingSettings
 from pipelines.signals import stop_on_sigterm
-from storage.checkpoint import load_checkpoint
+from storage.checkpoint import DrafterFiles, load_checkpoint, save_drafter
+from storage.contract import DraftLayout
+from storage.manifest import Manifest
 from storage.object_store import ObjectStore
+from storage.shard import read_sample
 
 EMA = 0.9
 
@@ -70,6 +76,41 @@ def test_patience_ends_a_run_that_no_longer_gains(make: Make) -> None:
     patient = replace(recipe, settings=replace(recipe.settings, patience=3))
     assert scripted(patient, *taus).step == 18
     assert checkpointing.standing_of(recipe.run).best_step == 12
+
+
+def test_decoded_tau_chooses_the_best_as_evaluation_would_measure_it(make: Make, model: Path) -> None:
+    decode = DecodeSettings(prompts=3, max_new_tokens=12, temperature=1.0, batch_size=2)
+    changes = {"steps": 6, "score_every": 2, "checkpoint_every": 2, "learning_rate": 0.03, "heldout_rows": 4, "keep_checkpoints": 9}
+    recipe = make("decoded", decode=decode, ema=0.5, **changes)
+    worker = Recording(recipe)
+    worker.run()
+    told = {int(row["step"]): row for row in worker.rows if "heldout/tau" in row}
+    assert {step: row["heldout/tau"] for step, row in told.items()} == {step: pytest.approx(naive_tau(recipe, step)) for step in (2, 4, 6)}
+    assert len({row["heldout/tau"] for row in told.values()}) > 1
+    assert all("heldout/tau_teacher_forced" in row and 0 <= row["heldout/accept_cond@1"] <= 1 for row in told.values())
+    best = max(told, key=lambda step: told[step]["heldout/tau"])
+    standing = checkpointing.standing_of(recipe.run)
+    assert (standing.best_step, standing.best_tau) == (best, told[best]["heldout/tau"])
+    forced = trained(make("forced", ema=0.5, **changes))
+    same(load_checkpoint(recipe.run, CHECKPOINTS)[0], forced)
+
+
+def naive_tau(recipe: TrainRecipe, step: int) -> float:
+    """Tokens committed a round, decoded with the files of an exported drafter as `evaluate` does."""
+    tensors = dict(kept(recipe))[step]
+    averaged = {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
+    store = recipe.run.child(f"exported-{step}")
+    layout = DraftLayout("dspark", recipe.drafter.block_length, recipe.drafter.mask_token_id)
+    save_drafter(store, DrafterFiles(averaged, recipe.drafter.to_dict(), recipe.contract, layout))
+    manifest, prompts = Manifest.load(recipe.cache), []
+    held = sorted(range(len(manifest)), key=lambda position: manifest.entry(position)[1].row_id)[:4]
+    for number, position in enumerate(sorted(held)[:3]):
+        sample = read_sample(recipe.cache, *manifest.entry(position), recipe.contract)
+        prompts.append(Prompt(number, tuple(sample.input_ids[: len(sample.input_ids) // 3].tolist())))
+    decoder = Decoder(recipe.model, {"drafter": store}, DecoderSettings(1, 1, 0, "float32", 3))
+    sampling = SamplingSettings(1.0, 12, ChatTemplate(Path(recipe.model)).stop_ids, recipe.settings.seed)
+    rounds = [r for generation in decoder.decode(prompts, sampling, "drafter") for r in generation.rounds]
+    return sum(r.committed for r in rounds) / len(rounds)
 
 
 class Killed(BaseException):

@@ -17,7 +17,7 @@ from tiny_models import VOCABULARY
 from actors import checkpointing
 from actors.parallel import whole
 from actors.totals import Totals
-from actors.train_recipe import TrainRecipe
+from actors.train_recipe import DecodeSettings, TrainRecipe
 from drafters.config import config_from_target
 from drafters.losses import default_loss_weights
 from storage.object_store import ObjectStore, StorageSettings
@@ -92,12 +92,14 @@ def test_ranks_and_accumulation_give_the_gradient_of_one_rank(
 
 
 def test_slices_are_saved_whole_and_resumed_by_another_number_of_workers(make: Make, tmp_path: Path) -> None:
-    changes = {"global_batch": 4, "micro_batch": 2, "score_every": 2, "ema": 0.9, "heldout_rows": 3}
+    decode = DecodeSettings(prompts=3, max_new_tokens=12, temperature=1.0, batch_size=2)
+    changes = {"global_batch": 4, "micro_batch": 2, "score_every": 2, "ema": 0.9, "heldout_rows": 3, "decode": decode}
     alone, sliced = make("alone", **changes), make("sliced", parallel="fsdp", **changes)
     mp.spawn(run_rank_until, (2, sliced, tmp_path, 3), nprocs=2)
     assert checkpointing.standing_of(sliced.run).step == 3
     ours = trained(sliced)
     close(ours, trained(alone))
+    assert checkpointing.standing_of(sliced.run) == checkpointing.standing_of(alone.run), "decoded alike, by two and by one"
     assert any(name.startswith("ema/") for name in ours)
 
 
