@@ -44,7 +44,7 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
             f"{cache.settings.root} leaves out rows with mask token {contract.capture.mask_token_id}, not those with this run's, "
             f"{target.mask_token_id}. Use target.mask_token={contract.capture.mask_token_id}, or build another cache."
         )
-    options = job.drafter.model_dump(exclude={"draft_vocab_size"})
+    options = job.drafter.changes()
     if job.train.follow:
         if job.drafter.draft_vocab_size is not None:
             raise JobError("drafter.draft_vocab_size counts the training rows' tokens, which train.follow=true leaves open")

@@ -1,6 +1,6 @@
 """What can be set of a training run, typed and checked: the config of `python -m pipelines.train`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -23,7 +23,13 @@ class DrafterOptions(BaseModel):
     confidence: bool
     confidence_markov: bool
     window: int | None
+    rope_theta: float | None = Field(gt=0)
     draft_vocab_size: int | None = Field(default=None, ge=1)
+
+    def changes(self) -> dict[str, Any]:
+        """What a drafter's configuration is to have other than by default; the draft vocabulary needs the answers."""
+        values = self.model_dump(exclude={"draft_vocab_size"})
+        return {name: value for name, value in values.items() if name != "rope_theta" or value is not None}
 
 
 class LossConfig(BaseModel):

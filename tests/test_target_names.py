@@ -188,7 +188,7 @@ def test_every_experiment_composes_for_every_target(experiment: str, target: str
     assert settings.steps > 0
     assert (settings.weights.tv > 0) == experiment.startswith("dspark")
     states = {"captured_layers": 1} if experiment == "mtp1" else {}
-    shape = DrafterConfig.from_dict({**SHAPE, **states, **job.drafter.model_dump(exclude={"draft_vocab_size"})})
+    shape = DrafterConfig.from_dict({**SHAPE, **states, **job.drafter.changes()})
     assert shape.kind.heads or settings.weights.confidence == 0
     if target != "smollm2_135m":  # the released configs
         assert (settings.learning_rate, settings.global_batch, settings.anchors, job.train.epochs) == (6e-4, 512, 512, 10)
