@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,14 +49,25 @@ def open_drafter(store: ObjectStore) -> OpenedDrafter:
     if store.exists("contract.json"):
         files = load_drafter(store)
         return OpenedDrafter(DrafterConfig.from_dict(files.config), files.tensors, files.contract.capture.layer_ids, files.contract)
-    config = json.loads(store.get("config.json")) if store.exists("config.json") else {}
+    released = from_deepspec(_deepspec_config(store), load_weights(store))
+    return OpenedDrafter(released.config, released.state, released.layer_ids, embedding=released.embedding, lm_head=released.lm_head)
+
+
+def drafter_config(store: ObjectStore) -> DrafterConfig:
+    """The architecture alone of a drafter that `open_drafter` reads; raises what that does."""
+    if store.exists("contract.json"):
+        return DrafterConfig.from_dict(json.loads(store.get("config.json")))
+    return from_deepspec(_deepspec_config(store), {}).config
+
+
+def _deepspec_config(store: ObjectStore) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(store.get("config.json")) if store.exists("config.json") else {}
     if not is_deepspec(config):
         raise ActorError(
             f"{store.settings.root} is no drafter: it has neither the contract.json that `train` writes nor a config.json that names one "
             "of DeepSpec's architectures."
         )
-    released = from_deepspec(config, load_weights(store))
-    return OpenedDrafter(released.config, released.state, released.layer_ids, embedding=released.embedding, lm_head=released.lm_head)
+    return config
 
 
 def build_drafter(model: str, config: DrafterConfig, compute: str, head: TargetHead | None = None) -> Drafter:

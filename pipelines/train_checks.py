@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from actors.answers import AnswerStore, frequent_tokens
-from actors.drafter import open_drafter
+from actors.drafter import drafter_config, open_drafter
 from actors.engines.model_files import resolve_model
 from actors.train_recipe import CHECKPOINTS, FOLLOWS, RANDOM, TARGET_LAYERS, TrainRecipe, TrainSettings, recipe_facts
 from drafters.config import config_from_target
@@ -23,8 +23,9 @@ from storage.object_store import ObjectStore
 from storage.target_files import read_model_config
 
 GIB = 2**30
-# A drafter's weights do not depend on these.
+# A drafter's weights do not depend on these; a chain has no masked slots.
 _MAY_DIFFER = ("drafter.window:", "drafter.block_length:")
+_MAY_DIFFER_IN_A_CHAIN = (*_MAY_DIFFER, "drafter.mask_token_id:")
 
 
 def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecipe:
@@ -63,20 +64,22 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
                     "holds none"
                 )
             options["draft_vocabulary"] = frequent_tokens(answers, trained, target.template.stop_ids, size, target.identity.vocab_size)
+    settings, start = job.train.settings(samples), None
+    if settings.start not in (RANDOM, TARGET_LAYERS):
+        start = start_folder(settings.start, job)
+        settings = dataclasses.replace(settings, start=start.settings.root)
+        there = drafter_config(start).to_dict()
+        del there["captured_layers"]  # what the cache says
+        options = there | options  # what no option says of an architecture is as it is there
     model_config = read_model_config(target.folder)
-    config = config_from_target(
-        model_config, len(contract.capture.layer_ids), mask_token_id=target.mask_token_id, **options
-    )
+    options["mask_token_id"] = target.mask_token_id
+    config = config_from_target(model_config, len(contract.capture.layer_ids), **options)
     if config.kind.context == "last_hidden" and contract.capture.last_hidden_rows != "all":
         raise ContractMismatch(
             f"{cache.settings.root} does not match this run. capture.last_hidden_rows: it has {contract.capture.last_hidden_rows!r}, "
             f"{config.algorithm} needs 'all', since it attends to every position's last hidden state. Remove that cache and build it with "
             "cache.last_hidden_rows=all: every drafter can be trained on it"
         )
-    settings, start = job.train.settings(samples), None
-    if settings.start not in (RANDOM, TARGET_LAYERS):
-        start = start_folder(settings.start, job)
-        settings = dataclasses.replace(settings, start=start.settings.root)
     room = int(model_config["max_position_embeddings"])
     if settings.decode is not None and contract.capture.max_length + settings.decode.max_new_tokens > room:
         raise JobError(
@@ -113,7 +116,8 @@ def check_start(recipe: TrainRecipe, weights: Mapping[str, torch.Size]) -> str |
         return None
     where, opened = recipe.start.settings.root, open_drafter(recipe.start)
     ours, theirs = (json.loads(json.dumps(config.to_dict())) for config in (recipe.drafter, opened.config))
-    found = [line for line in differences(ours, theirs, "drafter") if not line.startswith(_MAY_DIFFER)]
+    may_differ = _MAY_DIFFER_IN_A_CHAIN if recipe.drafter.chain else _MAY_DIFFER
+    found = [line for line in differences(ours, theirs, "drafter") if not line.startswith(may_differ)]
     if recipe.drafter.kind.context != "last_hidden":
         found += differences(list(recipe.contract.capture.layer_ids), list(opened.layer_ids), "capture.layer_ids")
     found += [

@@ -81,47 +81,48 @@ CASES = {
 def checkpoint(config: dict) -> dict[str, Tensor]:
     """Random tensors under the documented names, Linear weights as [out, in]."""
     gemma, chain = "Gemma4" in config["architectures"][0], "Eagle3" in config["architectures"][0]
+    vocab, hidden, heads = (config[name] for name in ("vocab_size", "hidden_size", "num_attention_heads"))
     shared = gemma and config["attention_k_eq_v"]
     d = config["global_head_dim"] if gemma else config["head_dim"]
     kv_heads = config["num_global_key_value_heads"] if shared else config["num_key_value_heads"]
     shapes = {
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-        "fc.weight": (HIDDEN, len(config["target_layer_ids"]) * HIDDEN),
-        "norm.weight": (HIDDEN,),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "fc.weight": (hidden, len(config["target_layer_ids"]) * hidden),
+        "norm.weight": (hidden,),
     }
-    inputs = 2 * HIDDEN if chain else HIDDEN
+    inputs = 2 * hidden if chain else hidden
     for layer in range(config["num_hidden_layers"]):
         parts = {
-            "self_attn.q_proj.weight": (HEADS * d, inputs),
+            "self_attn.q_proj.weight": (heads * d, inputs),
             "self_attn.k_proj.weight": (kv_heads * d, inputs),
-            "self_attn.o_proj.weight": (HIDDEN, HEADS * d),
+            "self_attn.o_proj.weight": (hidden, heads * d),
             "self_attn.q_norm.weight": (d,),
             "self_attn.k_norm.weight": (d,),
-            "mlp.gate_proj.weight": (config["intermediate_size"], HIDDEN),
-            "mlp.up_proj.weight": (config["intermediate_size"], HIDDEN),
-            "mlp.down_proj.weight": (HIDDEN, config["intermediate_size"]),
-            "input_layernorm.weight": (HIDDEN,),
-            "post_attention_layernorm.weight": (HIDDEN,),
+            "mlp.gate_proj.weight": (config["intermediate_size"], hidden),
+            "mlp.up_proj.weight": (config["intermediate_size"], hidden),
+            "mlp.down_proj.weight": (hidden, config["intermediate_size"]),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
         }
         if not shared:
             parts["self_attn.v_proj.weight"] = (kv_heads * d, inputs)
         if chain:
-            parts["hidden_norm.weight"] = (HIDDEN,)
+            parts["hidden_norm.weight"] = (hidden,)
         if gemma:
-            parts |= {"pre_feedforward_layernorm.weight": (HIDDEN,), "post_feedforward_layernorm.weight": (HIDDEN,), "layer_scalar": (1,)}
+            parts |= {"pre_feedforward_layernorm.weight": (hidden,), "post_feedforward_layernorm.weight": (hidden,), "layer_scalar": (1,)}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in parts.items()}
     if not chain:
-        shapes["hidden_norm.weight"] = (HIDDEN,)
+        shapes["hidden_norm.weight"] = (hidden,)
         rank = config["markov_rank"]
         if rank:
-            shapes |= {"markov_head.markov_w1.weight": (VOCAB, rank), "markov_head.markov_w2.weight": (VOCAB, rank)}
+            shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocab, rank)}
             if config["markov_head_type"] == "gated":
-                shapes |= {"markov_head.gate_proj.weight": (rank, HIDDEN + rank), "markov_head.gate_proj.bias": (rank,)}
+                shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
             if config["markov_head_type"] == "rnn":
-                shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + HIDDEN), "markov_head.joint_proj.bias": (3 * rank,)}
+                shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
         if config["enable_confidence_head"]:
-            width = HIDDEN + (rank if config["confidence_head_with_markov"] else 0)
+            width = hidden + (rank if config["confidence_head_with_markov"] else 0)
             shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
     random = torch.Generator().manual_seed(3)
     return {name: torch.randn(shape, generator=random, dtype=torch.float64) * 0.5 for name, shape in shapes.items()}

@@ -1,5 +1,6 @@
 """Eagle3 and MTP-1 from a cache to drafted text, as a person runs them, on a tiny random target and a cache written by hand."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, start, write_rows
+from safetensors.torch import save_file
 from storage_cases import hidden_states
+from test_drafters_released import CASES, checkpoint
 from tiny_models import HIDDEN, VOCABULARY, write_tiny_model
 
 from actors.answers import frequent_tokens
 from actors.decoder import PLAIN, Decoder, DecoderSettings, Prompt
 from corpus.answers import AnsweredRow
 from decoding.settings import SamplingSettings
+from drafters.released import from_deepspec
 from storage.checkpoint import load_drafter
 from storage.commits import Commit, lease_id, write_commit
 from storage.contract import Capture, Contract, DraftLayout, ensure_contract
@@ -121,6 +125,28 @@ def test_mtp1_on_a_cache_without_every_last_hidden_state_is_a_mismatch(
         assert word in told
     told = here.refused("train", overrides(shop, "train", "eagle3", "drafter.draft_vocab_size=9"))
     assert "answers" in told
+    told = here.refused("train", overrides(shop, "train", "eagle3", "train.score=decoded"))
+    assert "train.decode.prompts=64 is more than train.heldout_rows=2" in told
+    long = ["train.score=decoded", "train.decode.prompts=2", "train.decode.max_new_tokens=900"]
+    assert "target's 1024 positions" in here.refused("train", overrides(shop, "train", "eagle3", *long))
+
+
+def test_fine_tuning_of_a_released_drafter_keeps_its_architecture(shop: Workshop, tmp_path: Path) -> None:
+    """Gemma 4's layers, which no option names, on this target; a step of next to no length shows the weights that it began with."""
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "target_layer_ids": list(LAYER_IDS), "mask_token_id": VOCABULARY - 2}
+    config = {**CASES["gemma4 dspark"], **sizes, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    tensors = {name: tensor.float() for name, tensor in checkpoint(config).items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    options = [f"train.start={tmp_path}", "train.steps=1", "train.learning_rate=1e-30", "drafter.head_rank=6", "run.name=tuned"]
+    decoded = ["train.score=decoded", "train.decode.prompts=2", "train.decode.max_new_tokens=8"]
+    result, _ = run("train", shop.overrides("train", "tracking=none", *options, *decoded))
+    assert 1 <= result["best_tau"] == result["metrics"]["heldout/tau"]
+    files, released = load_drafter(ObjectStore(StorageSettings(result["drafter"]))), from_deepspec(config, tensors)
+    assert files.config["layer_style"] == "gemma4"
+    assert files.config["block_length"] == 3, "what options name is as they say"
+    assert files.tensors.keys() == released.state.keys()
+    assert all(torch.equal(tensor, released.state[name]) for name, tensor in files.tensors.items())
 
 
 def test_the_draft_vocabulary_is_what_the_trained_answers_say_most() -> None:

@@ -128,7 +128,7 @@ def test_a_run_starts_from_another_drafter_once(make: Make, tmp_path: Path) -> N
     assert not any(torch.equal(parameter, tensors[name]) for name, parameter in again.drafter.named_parameters())
 
 
-def test_a_drafter_of_another_kind_is_no_start(make: Make, tmp_path: Path) -> None:
+def test_a_drafter_of_another_kind_is_no_start(make: Make, model: Path, tmp_path: Path) -> None:
     recipe, _ = exported(make(), tmp_path / "drafter")
 
     def checked(**changes: Any) -> str | None:
@@ -141,6 +141,9 @@ def test_a_drafter_of_another_kind_is_no_start(make: Make, tmp_path: Path) -> No
         checked(num_layers=2)
     with pytest.raises(JobError, match=r"drafter.mask_token_id"):
         checked(mask_token_id=3)
+    chain = config_from_target(read_model_config(model), len(LAYER_IDS), mask_token_id=3, algorithm="eagle3", block_length=4)
+    of_chain, _ = exported(replace(make("chain"), drafter=replace(chain, mask_token_id=0)), tmp_path / "chain")
+    assert check_start(replace(of_chain, drafter=chain), drafter_shapes(of_chain.model, chain)) is None, "a chain has no masked slots"
     other = replace(recipe.contract, capture=replace(recipe.contract.capture, layer_ids=(0, 1, 2)))
     with pytest.raises(JobError, match=r"capture.layer_ids"):
         check_start(replace(recipe, contract=other), {})
