@@ -17,7 +17,7 @@ from actors.drafter import build_drafter, load_target_head, open_drafter
 from actors.errors import ActorError
 from decoding.latency import RoundCost, round_cost
 from decoding.loop import speculative_decode
-from decoding.policies import Policy
+from decoding.policies import Policy, StaticLength
 from decoding.settings import Generation, SamplingSettings
 from decoding.target import TransformersTarget
 from drafters.drafter import Drafter
@@ -32,13 +32,15 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 @dataclass(frozen=True)
 class DecoderSettings:
-    """`actors` decoders of `threads` CPU threads each; `dtype` is the target's and the drafters'."""
+    """`actors` decoders of `threads` CPU threads each; `dtype` is the target's and the drafters'; `draft_tokens` a round at most, None:
+    whole blocks."""
 
     actors: int
     threads: int
     gpus: float
     dtype: str
     batch_size: int
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Decoder:
         torch.set_num_threads(settings.threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.batch_size = settings.batch_size
+        self.policy = Policy() if settings.draft_tokens is None else StaticLength(settings.draft_tokens)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype))
         loaded = loaded.to(device)
         head = load_target_head(model, settings.dtype) if drafters else None  # one for all: it is most of a small drafter
@@ -90,11 +93,11 @@ class Decoder:
             opened = open_drafter(store)
             drafter = build_drafter(model, opened.config, settings.dtype, head)
             drafter.load_trainable(opened.tensors)
-            self.drafters[name] = drafter.to(device).eval()
+            self.drafters[name] = drafter.to(device).eval().for_decoding()
             self.targets[name] = TransformersTarget.for_drafter(loaded, opened.layer_ids, opened.config)
 
     def decode(self, prompts: Sequence[Prompt], sampling: SamplingSettings, name: str, policy: Policy | None = None) -> list[Generation]:
-        """Decode prompts together, with the drafter of that name or plainly; whole blocks unless a policy says otherwise."""
+        """Decode prompts together, with the drafter of that name or plainly; a policy in place of the settings' one."""
         return speculative_decode(
             self.targets[name],
             self.drafters.get(name),
@@ -102,7 +105,7 @@ class Decoder:
             sampling,
             request_ids=[prompt.number for prompt in prompts],
             batch_size=self.batch_size,
-            policy=policy,
+            policy=policy or self.policy,
         )
 
     def decode_group(self, group: Group, sampling: SamplingSettings) -> dict[str, list[Decoded]]:

@@ -228,11 +228,11 @@ class Backbone(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Captured states [..., L * H] -> context features [..., H]."""
-        return self.context_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return self.context_norm(self.fc(features.to(self.norm.weight.dtype)))
 
     def new_cache(self, batch_size: int, max_length: int) -> ContextCache:
         """An empty ContextCache on the drafter's device and dtype."""
-        return ContextCache(self.config, batch_size, max_length, self.fc.weight)
+        return ContextCache(self.config, batch_size, max_length, self.norm.weight)
 
     @torch.no_grad()
     def extend(self, cache: ContextCache, features: Tensor, counts: Tensor) -> None:
@@ -301,7 +301,7 @@ class Backbone(nn.Module):
         return self.norm(x[:, self.config.input_slots - self.config.block_length :])
 
     def _rotary(self, positions: Tensor) -> Rotary:
-        return rotary_of(self.config, positions, self.fc.weight.dtype)
+        return rotary_of(self.config, positions, self.norm.weight.dtype)
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]

@@ -13,9 +13,9 @@ from drafters.chain import Chain, ChainRun, make_chain
 from drafters.confidence import ConfidenceHead
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
-from drafters.heads import make_head
+from drafters.heads import SequentialHead, make_head
 from drafters.losses import DraftLoss, LossWeights, draft_loss
-from drafters.precision import project
+from drafters.precision import Linear, bf16_linear, project
 from drafters.target_head import TargetHead
 from drafters.vocabulary import make_vocabulary
 
@@ -50,6 +50,7 @@ class Drafter(nn.Module):
         self.vocabulary = make_vocabulary(config, target_head)
         self.head = make_head(config, bf16, dtype)
         self.confidence = ConfidenceHead(config, dtype) if config.confidence else None
+        self.held = False  # in bf16, for decoding
 
     # Training
 
@@ -137,6 +138,21 @@ class Drafter(nn.Module):
 
     # Drafting
 
+    def for_decoding(self) -> Drafter:
+        """Hold the weights of bf16 products in bf16 from now on; it can be trained no more. Other precisions stay as they are.
+
+        Returns:
+            Itself.
+        """
+        self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, Linear) and module.bf16:
+                module.to(torch.bfloat16)
+            elif isinstance(module, SequentialHead) and module.bf16:
+                module.hold_bf16()
+        self.held = self.target_head.compute_dtype == torch.bfloat16
+        return self
+
     def new_cache(self, batch_size: int, max_length: int) -> ContextCache:
         """An empty context for `batch_size` requests of up to `max_length` positions."""
         return self.backbone.new_cache(batch_size, max_length)
@@ -181,6 +197,10 @@ class Drafter(nn.Module):
 
         -inf for tokens outside the draft vocabulary.
         """
+        if self.held and h.device.type == "cpu":  # elsewhere bf16 operands give float32 results at no cost
+            head = self.target_head.lm_head if self.vocabulary is None else self.vocabulary.head
+            logits = self.target_head.shape_logits_(bf16_linear(h, head))
+            return logits if self.vocabulary is None else self.vocabulary.widen(logits)
         if self.vocabulary is None:
             return self.target_head.logits(h, normed=True)
         flat = project(h.detach().reshape(-1, h.shape[-1]), self.vocabulary.head)

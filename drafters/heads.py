@@ -59,10 +59,16 @@ class SequentialHead(nn.Module):
         """
         raise DrafterError(f"a {type(self).__name__} cannot start from the target's logits; start it at random (train.head_start=random)")
 
+    def hold_bf16(self) -> None:
+        """Keep W2 in bf16, column by column in memory: a product with few rows reads it fastest so."""
+        self.W2.data = self.W2.data.t().to(torch.bfloat16, memory_format=torch.contiguous_format).t()
+
     def bias(self, m: Tensor) -> Tensor:
         """B = m W2, [..., r] -> [..., V]."""
         if not self.bf16:
             return m @ self.W2
+        if self.W2.dtype == torch.bfloat16:
+            return (m.bfloat16() @ self.W2).to(m.dtype)
         if m.device.type != "cpu":
             return (m.bfloat16() @ self.W2.bfloat16()).to(m.dtype)
         with bf16_operands():

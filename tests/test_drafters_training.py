@@ -197,6 +197,34 @@ def test_bf16_step_is_close_to_float32_and_keeps_float32_gradients():
     assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # the process-wide switch is put back
 
 
+@pytest.mark.parametrize("config", [*(tiny_config(head) for head in HEADS), tiny_config(layout="zlab"), tiny_config(layout="chain")])
+def test_held_for_decoding_a_drafter_says_nearly_the_same(config):
+    """In bf16 its weights take half the bytes and its logits are off by rounding; in other precisions nothing changes at all."""
+
+    def said(drafter):
+        cache = drafter.new_cache(2, 5)
+        features = torch.randn(2, 4, L * H, generator=torch.Generator().manual_seed(1))
+        tokens, starts = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 1]]), torch.tensor([4, 2])
+        drafter.extend_context(cache, features, starts, tokens)
+        if drafter.config.chain:
+            chain = drafter.begin_chain(cache, starts)
+            return torch.stack([drafter.base_logits(chain.step(torch.tensor([k + 1, k + 2]))) for k in range(G)], dim=1)
+        hidden = drafter.block_hidden(cache, torch.tensor([1, 2]), starts)
+        logits = drafter.base_logits(hidden)
+        return logits if drafter.head is None else logits + drafter.head.bias(drafter.head.latent(hidden, tokens))
+
+    with torch.inference_mode():
+        exact = said(tiny_drafter(config, torch.float32))
+        held = tiny_drafter(config, torch.bfloat16).for_decoding()
+        assert (said(held) - exact).norm() < 0.03 * exact.norm()
+        assert torch.equal(said(tiny_drafter(config, torch.float32).for_decoding()), exact)
+    dtypes = {name: parameter.dtype for name, parameter in held.named_parameters()}
+    assert not any(parameter.requires_grad for parameter in held.parameters())
+    for name, dtype in dtypes.items():
+        rows_only = "norm" in name or name.startswith(("confidence", "head.W1"))
+        assert dtype == (torch.float32 if rows_only else torch.bfloat16), name
+
+
 def test_a_few_steps_lower_the_loss():
     drafter = tiny_drafter(dtype=torch.bfloat16)
     batch = tiny_batch(torch.bfloat16)
