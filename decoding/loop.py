@@ -1,6 +1,5 @@
 """Lossless batched speculative decoding; plain decoding is the same loop without a drafter."""
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding.errors import DecodingError
+from decoding.laps import Laps
 from decoding.policies import Policy, RoundOutcome
 from decoding.propose import DraftBlock, propose
 from decoding.sampling import Draw, RandomStreams, sample
@@ -89,7 +89,8 @@ class _Batch:
         # The host's side: who sits in which slot, how many tokens each may still get, and what happened.
         self.requests = np.arange(count)
         self.remaining = np.full(count, settings.max_new_tokens)
-        self.seconds = np.zeros((count, 4))  # prefill, draft, verify, total
+        self.seconds = np.zeros((count, 5))  # see `Seconds`
+        self.laps = Laps(self.device)
         # Requests, [B, 3] verified/accepted/committed, and of the block its tokens and confidence (distributions would fill the memory).
         self.log: list[tuple[np.ndarray, np.ndarray, Tensor | None, Tensor | None]] = []
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -97,9 +98,9 @@ class _Batch:
 
     def run(self) -> list[Generation]:
         self.policy.begin()
-        start = self._now()
+        start = self.laps.now()
         self._prefill()
-        self.seconds[:, [0, 3]] += (self._now() - start) / len(self.prompts)
+        self.seconds[:, [0, 4]] += (self.laps.now() - start) / len(self.prompts)
         while len(self.requests):
             self._round()
         rounds = self._rounds()
@@ -135,26 +136,29 @@ class _Batch:
 
     def _round(self) -> None:
         """Draft, choose what to verify, verify, commit."""
-        start = self._now()
+        start = self.laps.restart()
         self.streams.next_round()
         requests = self.requests
         # A request that may still get m tokens has m - 1 drafts verified at most: the round's last token is the target's own.
         drafted = self.policy.plan(requests, np.minimum(self.remaining - 1, self.block))
+        self.laps.lap("other")
         block = self._propose(drafted)
-        drafted_at = self._now()
+        drafted_at = self.laps.lap("other")
 
         confidence = None if block is None or block.confidence is None else block.confidence.cpu().numpy()
         lengths = self.policy.lengths(requests, drafted, confidence)
         width, counts = int(lengths.max()), torch.from_numpy(lengths).to(self.device)
-        chosen_at = self._now()
 
         positions = self.cache.lengths
         tokens = self.anchor[:, None] if block is None else torch.cat([self.anchor[:, None], block.tokens[:, :width]], dim=1)
+        self.laps.lap("other")
         states = self.target.forward(self.cache, tokens, counts + 1, capture=self.drafter is not None)
         columns = torch.arange(width + 1, device=self.device)
         uniform = int(lengths.min()) == width
         hidden = states.hidden.flatten(0, 1) if uniform else states.hidden[columns <= counts[:, None]]
-        verdict = self._verify(block, counts, self.target.logits(hidden))
+        logits = self.target.logits(hidden)
+        self.laps.lap("verify")
+        verdict = self._verify(block, counts, logits)
 
         # [B, w + 1] the round's tokens: accepted drafts, then the target's own; cut after the first stop token.
         emitted = tokens.roll(-1, dims=1).scatter(1, verdict.accepted[:, None], verdict.token[:, None])
@@ -165,21 +169,21 @@ class _Batch:
         self.cache.truncate(positions + committed)
         self.anchor = verdict.token
         report = torch.stack([torch.minimum(verdict.accepted, committed), committed, stops.any(1).long()]).cpu().numpy()
-        verified_at = self._now()
 
         accepted, kept, stopped = report[0], report[1], report[2].astype(bool)
         kept_of_block = (None, None) if block is None else (block.tokens, block.confidence)
         self.log.append((requests, np.stack([lengths, accepted, kept], axis=1), *kept_of_block))
         self.remaining = self.remaining - kept
         stay = self._leave(stopped, stopped | (self.remaining == 0))
-        closed_at = self._now()
+        self.laps.lap("other")
         if stay is not None and states.features is not None:
             self._extend(states.features[stay], committed[stay], tokens[stay])
         elif stay is None:
             self._extend(states.features, committed, tokens)
-        end = self._now()
+        end = self.laps.lap("draft")
         self.policy.observe(RoundOutcome(requests, drafted, lengths, accepted, confidence, end - start, drafted_at - start))
-        spent = np.array([0.0, drafted_at - start + end - closed_at, verified_at - chosen_at, time.perf_counter() - start])
+        parts = self.laps.seconds
+        spent = np.array([0.0, parts["draft"], parts["head"], parts["verify"], self.laps.lap("other") - start])
         self.seconds[requests] += spent / len(requests)
 
     def _propose(self, drafted: np.ndarray) -> DraftBlock | None:
@@ -196,7 +200,7 @@ class _Batch:
         lengths = None
         if self.policy.shortens:
             lengths = torch.from_numpy((drafted if some is None else drafted[some]).clip(1)).to(self.device)
-        block = propose(self.drafter, context, anchor, positions, width, self.settings, streams, lengths)
+        block = propose(self.drafter, context, anchor, positions, width, self.settings, streams, lengths, self.laps)
         return block if some is None else block.spread(rows, len(drafted))
 
     def _verify(self, block: DraftBlock | None, counts: Tensor, logits: Tensor) -> Verdict:
@@ -252,11 +256,6 @@ class _Batch:
                 draft = tuple(drafts[slot][:drafted]) if drafts else ()
                 rounds[request].append(Round(drafted, accepted, committed, certainty, draft))
         return rounds
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def _check(

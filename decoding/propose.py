@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding.laps import Laps
 from decoding.sampling import Draw, RandomStreams, sample
 from decoding.settings import SamplingSettings
 from drafters.backbone import ContextCache
@@ -50,6 +51,7 @@ def propose(
     settings: SamplingSettings,
     streams: RandomStreams,
     lengths: Tensor | None = None,
+    laps: Laps | None = None,
 ) -> DraftBlock:
     """Draft `width` tokens after every request's anchor.
 
@@ -65,15 +67,25 @@ def propose(
         streams: random numbers of each request's present round.
         lengths: [B] int64 in 1..width, the length of each request's block where it is to be made shorter, rather than cut from a whole one;
             tokens past it mean nothing. In a chain there is no difference.
+        laps: books the time of the backbone as "draft" and that of the heads and choices as "head".
     """
+    lap = laps.lap if laps else _untimed
     uniforms = None if settings.greedy else streams.uniform(Draw.DRAFT, width)
     if drafter.config.chain:
         chain = drafter.begin_chain(cache, anchor_positions)
-        tokens, probs = _choose_in_sequence(
-            lambda slot, previous: drafter.base_logits(chain.step(previous)), anchor_tokens, width, settings, uniforms
-        )
+        lap("draft")
+
+        def chained(slot: int, previous: Tensor) -> Tensor:
+            lap("head")
+            hidden = chain.step(previous)
+            lap("draft")
+            return drafter.base_logits(hidden)
+
+        tokens, probs = _choose_in_sequence(chained, anchor_tokens, width, settings, uniforms)
+        lap("head")
         return DraftBlock(tokens, probs, None)
     hidden = drafter.block_hidden(cache, anchor_tokens, anchor_positions, lengths)[:, :width]
+    lap("draft")
     logits = drafter.base_logits(hidden)
     if drafter.head is None:
         tokens, probs = _choose(logits, settings, uniforms)
@@ -83,7 +95,12 @@ def propose(
     if drafter.confidence is not None:
         previous = torch.cat([anchor_tokens[:, None], tokens[:, :-1]], dim=1)
         confidence = torch.sigmoid(drafter.confidence_logit(hidden, previous).double())
+    lap("head")
     return DraftBlock(tokens, probs, confidence)
+
+
+def _untimed(stage: str) -> float:
+    return 0.0
 
 
 def _choose(logits: Tensor, settings: SamplingSettings, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:

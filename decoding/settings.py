@@ -84,13 +84,15 @@ class Seconds:
 
     Attributes:
         prefill: the prompt through target and drafter context, and the first token.
-        draft: proposing, and appending the committed positions to the drafter's context.
-        verify: the target's forward pass, its LM head, acceptance.
-        total: everything, bookkeeping included.
+        draft: the drafter's backbone, and appending the committed positions to its context.
+        head: the drafter's LM head, its sequential and confidence heads, and choosing its tokens.
+        verify: the target's forward pass and its LM head.
+        total: everything; what is not in the parts is acceptance, scheduling and bookkeeping.
     """
 
     prefill: float
     draft: float
+    head: float
     verify: float
     total: float
 

@@ -24,6 +24,7 @@ from decoding.calibration import (
     fit_temperatures,
     mean_quality,
     position_quality,
+    reliability,
 )
 from decoding.policies import BlockLength, Policy
 from decoding.rounds import RecordedRounds
@@ -34,6 +35,7 @@ from pipelines.evaluation_report import machine
 from pipelines.job import JobError, finish, launch, mendable, notices, progress, write_bytes
 from pipelines.machine import git_revision
 from pipelines.page import percent, write_page
+from pipelines.report_data import Bin, Reliability
 from pipelines.target import Target, describe
 from storage.calibration import (
     CalibrationIdentity,
@@ -87,6 +89,7 @@ def main(cfg: DictConfig) -> None:
     positions = position_quality(measured, calibrator, job.calibrate.bins)
     quality = mean_quality(len(measured), positions)
     domains = domain_qualities(measured, calibrator, job.calibrate.bins)
+    diagrams = reliabilities(measured, calibrator, job.calibrate.bins)
     shorter = [shorter_blocks(length, own, rounds, calibrator, job.calibrate.bins) for length, own in blocks.items()]
     save_calibration(
         job.drafter_store(store),
@@ -109,7 +112,8 @@ def main(cfg: DictConfig) -> None:
         title=f"Confidence of {job.run} for {job.target.name}",
         fitted=len(fitted),
         calibrator=calibrator,
-        measured=measured,
+        block=rounds.block,
+        diagrams=diagrams,
         positions=positions,
         quality=quality,
         domains=domains,
@@ -157,6 +161,8 @@ def main(cfg: DictConfig) -> None:
             "measured": asdict(quality),
             "positions": [asdict(one) for one in positions],
             "domains": [asdict(one) for one in domains],
+            "drafter": identity.drafter,
+            "reliability": [asdict(one) for one in diagrams],
             "acceptance": acceptance(rounds),
             "shorter_blocks": [{**asdict(one), "ratios": one.ratios} for one in shorter],
             "warnings": warnings,
@@ -313,6 +319,20 @@ def acceptance(rounds: RecordedRounds) -> tuple[float, ...]:
     """accept_prefix@k of all rounds."""
     trials = np.maximum(rounds.tried.sum(0), 1)
     return tuple(((rounds.survived & rounds.tried).sum(0) / trials).tolist())
+
+
+def reliabilities(rounds: RecordedRounds, calibrator: Calibrator, bins: int) -> list[Reliability]:
+    """A diagram of each position, before and after scaling."""
+    confidence = np.where(rounds.tried, rounds.confidence, 0.5)
+    series = [one.survival(confidence) for one in (Calibrator.identity(rounds.block), calibrator)]
+
+    def diagram(values: np.ndarray, k: int) -> tuple[Bin, ...]:
+        tried = rounds.tried[:, k]
+        found = reliability(values[tried, k], rounds.survived[tried, k], bins)
+        filled = zip(found.counts.tolist(), found.predicted.tolist(), found.observed.tolist(), strict=True)
+        return tuple(Bin(*one) for one in filled if one[0])
+
+    return [Reliability(k + 1, *(diagram(values, k) for values in series)) for k in range(rounds.block)]
 
 
 def shorter_lengths(config: CalibrateConfig, block: int) -> list[int]:

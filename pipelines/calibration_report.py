@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decoding.calibration import Calibrator, MeanQuality, PositionQuality, reliability
-from decoding.rounds import RecordedRounds
+from decoding.calibration import Calibrator, MeanQuality, PositionQuality
+from pipelines.comparison_figures import LABELS, reliability_figure
 from pipelines.figures import MARKERS, MUTED, SERIES, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
+from pipelines.report_data import Reliability
 from storage.calibration import ShorterBlocks
-
-LABELS = ("as the drafter says", "after scaling")
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,8 @@ class CalibrationFindings:
     title: str
     fitted: int
     calibrator: Calibrator
-    measured: RecordedRounds
+    block: int
+    diagrams: Sequence[Reliability]
     positions: Sequence[PositionQuality]
     quality: MeanQuality
     domains: Sequence[DomainQuality]
@@ -79,7 +77,7 @@ def calibration_page(found: CalibrationFindings) -> Page:
                 "Does it happen as often as it is said?",
                 "Survival of the prefix up to each position: predicted, in equal bins, against observed; on the diagonal they agree. "
                 "The size of a mark follows the number of rounds in its bin.",
-                reliability_figure(found),
+                reliability_figure(found.diagrams),
                 "Observed against predicted survival by position",
             ),
             Section(
@@ -99,53 +97,12 @@ def calibration_page(found: CalibrationFindings) -> Page:
             *(shorter if found.shorter else []),
         ],
         facts=found.facts,
-        picture=reliability_figure(found),
+        picture=reliability_figure(found.diagrams),
         footer=[
             f"ECE: mean distance of predicted probability and observed rate over {found.bins} equal bins, weighted by rounds. AUROC: how "
             "well the probability sorts prefixes that survive from those that do not. Brier: mean squared distance. The label is always "
             "that the whole prefix up to the position was accepted. Rounds were fitted to and measured on different prompts."
         ],
-    )
-
-
-@styled
-def reliability_figure(found: CalibrationFindings) -> Figure:
-    """One panel a position."""
-    block = found.measured.block
-    columns = min(block, 4)
-    rows = -(-block // columns)
-    figure = Figure(figsize=(2.45 * columns, 2.5 * rows + 0.3))
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
-    tried, survived = found.measured.tried, found.measured.survived
-    confidence = np.where(tried, found.measured.confidence, 0.5)
-    series = [Calibrator.identity(block).survival(confidence), found.calibrator.survival(confidence)]
-    for k, panel in enumerate(panels):
-        if k >= block:
-            panel.set_visible(False)
-            continue
-        panel.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        for index, values in enumerate(series):
-            _diagram(panel, values[tried[:, k], k], survived[tried[:, k], k], index, found.bins)
-        panel.set(title=f"position {k + 1}", xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
-        if k % columns == 0:
-            panel.set_ylabel("observed")
-        if k // columns == rows - 1:
-            panel.set_xlabel("predicted")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2)
-    return figure
-
-
-def _diagram(panel: Axes, values: np.ndarray, happened: np.ndarray, index: int, bins: int) -> None:
-    if not len(values):
-        return
-    diagram = reliability(values, happened, bins)
-    filled = diagram.counts > 0
-    colour = SERIES[1 - index]  # vermilion before, blue after
-    panel.plot(diagram.predicted[filled], diagram.observed[filled], color=colour, linewidth=1.4, alpha=0.8, label=LABELS[index])
-    sizes = 6 + 70 * diagram.counts[filled] / diagram.counts.max()
-    panel.scatter(
-        diagram.predicted[filled], diagram.observed[filled], s=sizes, color=colour, alpha=0.55, linewidths=0, marker=MARKERS[index]
     )
 
 
@@ -169,7 +126,7 @@ def blocks_figure(found: CalibrationFindings) -> Figure:
     """Survival by position, one line a block length."""
     figure = Figure(figsize=(6.4, 3.1))
     axes = figure.subplots()
-    whole = (found.measured.block, found.acceptance)
+    whole = (found.block, found.acceptance)
     for index, (length, acceptance) in enumerate([whole, *((one.length, one.acceptance) for one in reversed(found.shorter))]):
         at = range(1, len(acceptance) + 1)
         axes.plot(at, [100 * value for value in acceptance], color=SERIES[index % 6], marker=MARKERS[index % 6], label=f"{length}")

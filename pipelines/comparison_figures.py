@@ -1,5 +1,6 @@
 """Figures that compare drafters: acceptance by domain (the paper's Figure 2), accepted length by benchmark, against depth (Figure 3) and
-against block length with the sequential head's cost (Figure 4), and a sweep of the confidence threshold (Figure 5).
+against block length with the sequential head's cost (Figure 4), a sweep of the confidence threshold (Figure 5), and
+reliability diagrams (Figure 6).
 
 Each takes data and gives a matplotlib Figure, in the style of `pipelines.figures`.
 """
@@ -14,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from pipelines.figures import INK, MARKERS, MUTED, SERIES, draw_acceptance, styled
-from pipelines.report_data import Acceptance, DrafterResult, Estimate, HeadCost, Kind, Sweep
+from pipelines.report_data import Acceptance, DrafterResult, Estimate, HeadCost, Kind, Reliability, Sweep
 
 PANELS = 3  # in a row
+LABELS = ("as the drafter says", "after scaling")
 
 
 def drafting(results: Sequence[DrafterResult]) -> list[DrafterResult]:
@@ -140,6 +142,35 @@ def threshold_figure(sweeps: Sequence[Sweep]) -> Figure:
         if panel is panels[0]:
             handles = [*panel.get_legend_handles_labels()[0], *rates.get_legend_handles_labels()[0]]
             figure.legend(handles=handles, loc="outside upper left", ncols=3, handlelength=1.4, columnspacing=1.4)
+    return figure
+
+
+@styled
+def reliability_figure(diagrams: Sequence[Reliability]) -> Figure:
+    """Observed against predicted survival, one panel a position (the paper's figure 6); the size of a mark follows its number of rounds."""
+    columns = min(len(diagrams), 4)
+    rows = -(-len(diagrams) // columns)
+    figure = Figure(figsize=(2.45 * columns, 2.5 * rows + 0.3))
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for spare in panels[len(diagrams) :]:
+        spare.set_visible(False)
+    for k, (panel, diagram) in enumerate(zip(panels, diagrams, strict=False)):
+        panel.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        for index, bins in enumerate((diagram.before, diagram.after)):
+            if not bins:
+                continue
+            predicted, observed = [one.predicted for one in bins], [one.observed for one in bins]
+            colour, most = SERIES[1 - index], max(one.rounds for one in bins)  # vermilion before, blue after
+            panel.plot(predicted, observed, color=colour, linewidth=1.4, alpha=0.8, label=LABELS[index])
+            sizes = [6 + 70 * one.rounds / most for one in bins]
+            panel.scatter(predicted, observed, s=sizes, color=colour, alpha=0.55, linewidths=0, marker=MARKERS[index])
+        panel.set(title=f"position {diagram.position}", xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        if k % columns == 0:
+            panel.set_ylabel("observed")
+        if k // columns == rows - 1:
+            panel.set_xlabel("predicted")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2)
     return figure
 
 

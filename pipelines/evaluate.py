@@ -26,7 +26,7 @@ from pipelines.prepare import read_conversations
 from pipelines.prompt_sets import PromptSet, benchmark_sets, heldout_set
 from pipelines.report import write_report
 from pipelines.report_data import DrafterResult, Estimate, EvaluationReport, HeadCost
-from pipelines.tables import COLUMNS, long_rows, markdown_report
+from pipelines.tables import COLUMNS, long_rows, markdown_report, round_profile
 from pipelines.target import Target, describe
 from pipelines.tracking import log_table
 from storage.object_store import ObjectStore
@@ -67,7 +67,7 @@ def prompt_sets(job: EvaluateJob, target: Target, store: ObjectStore) -> tuple[P
 def evaluated(job: EvaluateJob, target: Target, sets: tuple[PromptSet, ...], choices: Mapping[str, Choice]) -> Evaluated:
     """Decode what is not decoded yet, and measure what the heads cost where that is asked for."""
     decoders, sampling = job.decoders(), job.evaluate.sampling(target.template.stop_ids)
-    how = [decoders.dtype, decoders.batch_size]
+    how = [decoders.dtype, decoders.batch_size, decoders.draft_tokens]
     keys = {name: drafter_key(target.identity, choice.tensors, choice.facts, sampling, how) for name, choice in choices.items()}
     files = OutcomeFiles(job.output / target.config.name / "decoded", keys, decoders.threads)
     work = Work.plan(sets, tuple(choices), decoders.batch_size, files)
@@ -114,7 +114,7 @@ def summary(job: EvaluateJob, report: EvaluationReport, found: Evaluated, page: 
         "accept_cond@k": _positions(shown, "accept_cond"),
         "accept_prefix@k": _positions(shown, "accept_prefix"),
         "speed": f"{ratio:.2f} x plain decoding" if ratio else "-",
-        "outside the models": f"{other:.1%} of the decoding time" if other is not None else "-",
+        "outside the models": f"{other:.1%} of a round's time" if other is not None else "-",
     }
     if len(found.sets) > 1:
         lines["tau_macro"] = _interval(report.drafters[0].tau_macro)
@@ -147,6 +147,7 @@ def result(job: EvaluateJob, target: Target, report: EvaluationReport, found: Ev
         "gains": [asdict(gain) for gain in report.gains],
         "head_costs": [{**asdict(cost), "overhead": cost.overhead} for cost in report.head_costs],
         "wall_clock_ratio": report.timing.ratio,
+        "round_profile": {each.name: round_profile(each) for each in report.drafters},
         "differing_texts": sum(outcome.drafted.tokens != outcome.plain.tokens for outcome in own) if greedy else None,
         "differing_gaps": [outcome.gap for outcome in own if outcome.gap is not None],
         "recorded": found.decoded_now == 0,

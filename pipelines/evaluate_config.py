@@ -35,6 +35,7 @@ class EvaluateConfig(BaseModel):
     threads: int | None = Field(ge=1)
     gpus: float | None = Field(ge=0)
     dtype: str = Field(pattern="^(bfloat16|float32)$")
+    draft_tokens: int | None = Field(ge=1)
     samples: int = Field(ge=0)
     latency: LatencyConfig
 
@@ -72,4 +73,5 @@ class EvaluateJob(Job):
             gpus=settings.gpus if settings.gpus is not None else (1.0 if gpus else 0.0),
             dtype=settings.dtype,
             batch_size=settings.batch_size,
+            draft_tokens=settings.draft_tokens,
         )

@@ -28,14 +28,17 @@ from pipelines.report_data import (
     EvaluationReport,
     Facts,
     HeadCost,
+    Reliability,
     SampleText,
     Settings,
     StageTime,
+    reliabilities_from,
     token_pieces,
     training_points,
 )
 from pipelines.scores import by_domain, drafter_result, gains, score, taus, threshold_sweeps, timing
 from pipelines.target import Target
+from storage.calibration import drafter_hash
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,18 @@ def make_report(job: EvaluateJob, target: Target, found: Evaluated) -> Evaluatio
         gains=gains(sets, found.outcomes) if len(found.choices) > 1 and choice.store else (),
         sweeps=threshold_sweeps(sets, results),
         head_costs=found.costs,
+        reliability=calibrated(job, choice),
     )
+
+
+def calibrated(job: EvaluateJob, choice: Choice) -> tuple[Reliability, ...]:
+    """Reliability diagrams, where `calibrate` has measured this very drafter at this temperature."""
+    path = job.output / choice.place / "calibration" / "calibrate.json"
+    if choice.store is None or choice.contract is None or not path.is_file():
+        return ()
+    found = json.loads(path.read_text())
+    same = found.get("drafter") == drafter_hash(choice.store) and found["settings"]["temperature"] == job.evaluate.temperature
+    return reliabilities_from(found["reliability"]) if same else ()
 
 
 def overall_acceptance(name: str, found: Evaluated) -> Acceptance:
@@ -166,6 +180,8 @@ def notes(job: EvaluateJob, sets: Sequence[PromptSet], outcomes: Sequence[Decode
         told.append(f"{kinds}: of the training prompts' kinds, hence in-distribution.")
     elif job.evaluate.rows is not None:
         told.append(f"The first {job.evaluate.rows} rows of each benchmark at most, not the published protocol's numbers.")
+    if job.evaluate.draft_tokens is not None:
+        told.append(f"At most {job.evaluate.draft_tokens} tokens are drafted and verified a round, whatever the block length.")
     if job.evaluate.temperature == 0 and job.evaluate.dtype != "float64":
         told.append(
             f"{same_text(outcomes, 0.0)}. In {job.evaluate.dtype} a forward pass over several tokens rounds otherwise than one over a "

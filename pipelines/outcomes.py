@@ -20,7 +20,7 @@ from pipelines.job import write_json
 from pipelines.prompt_sets import PromptSet
 from storage.contract import TargetIdentity
 
-FORMAT = 2
+FORMAT = 3
 """Of the files; another number makes old ones be passed over."""
 Outcomes = dict[str, dict[str, list[Decoded]]]
 """By drafter, then by prompt set, in the order of its prompts."""

@@ -35,7 +35,7 @@ from pipelines.report_data import (
     token_pieces,
     training_points,
 )
-from pipelines.tables import comparison_tables
+from pipelines.tables import comparison_tables, round_tables
 
 __all__ = [
     "Acceptance",
@@ -133,7 +133,7 @@ def render_html(report: EvaluationReport) -> str:
             depth=max((len(entry.conditional) for entry in report.acceptance), default=0),
             has_domain_ratio=any(domain.wall_clock_ratio is not None for domain in report.domains),
             decoding_time=_decoding_time(report.timing),
-            tables=comparison_tables(report),
+            tables=[*comparison_tables(report), *round_tables(report)],
             facts=_facts(report),
         )
     )
@@ -195,6 +195,13 @@ def comparisons(report: EvaluationReport) -> list[Comparison]:
         about = "Drafts cut before the first slot below the threshold, replayed on rounds in which whole blocks were verified."
         draw = partial(comparison.threshold_figure, report.sweeps)
         found.append(Comparison("thresholds", "Confidence threshold", about, draw, wide=True))
+    if report.reliability:
+        about = (
+            "Survival of the prefix up to each position, predicted by the drafter's confidence and observed, measured by "
+            "`python -m pipelines.calibrate` on held-out prompts; on the diagonal they agree."
+        )
+        draw = partial(comparison.reliability_figure, report.reliability)
+        found.append(Comparison("reliability", "Reliability of the confidence", about, draw, wide=True))
     return found
 
 
@@ -268,17 +275,10 @@ def _facts(report: EvaluationReport) -> list[tuple[str, str]]:
 def _decoding_time(timing: Timing) -> list[tuple[str, str]]:
     if timing.ratio is None:
         return []
-    rows = [
+    return [
         ("plain", f"{duration(timing.plain_seconds)}, {timing.plain_tokens / timing.plain_seconds:,.0f} tokens/s"),
         ("drafted", f"{duration(timing.drafted_seconds)}, {timing.drafted_tokens / timing.drafted_seconds:,.0f} tokens/s"),
     ]
-    if timing.draft_seconds is not None:
-        rows.append(("of it drafting", f"{duration(timing.draft_seconds)} ({timing.draft_seconds / timing.drafted_seconds:.0%})"))
-    if timing.verify_seconds is not None:
-        rows.append(("of it verifying", f"{duration(timing.verify_seconds)} ({timing.verify_seconds / timing.drafted_seconds:.0%})"))
-    if timing.other_share is not None:
-        rows.append(("of it outside the models", f"{timing.other_share:.1%}"))
-    return rows
 
 
 def _describe(round_: SampleRound, number: int, slot: int) -> str:

@@ -200,7 +200,8 @@ class SampleText:
 class Timing:
     """Wall clock of the same prompts decoded plainly and with the drafter; seconds, and tokens produced in them.
 
-    `draft_seconds`, `verify_seconds` and `prefill_seconds` are parts of the drafted time.
+    `draft_seconds`, `head_seconds`, `verify_seconds` and `prefill_seconds` are parts of the drafted time, see `decoding.settings.Seconds`;
+    `plain_prefill_seconds` is one of the plain time.
     """
 
     plain_seconds: float
@@ -208,8 +209,10 @@ class Timing:
     drafted_seconds: float
     drafted_tokens: int
     draft_seconds: float | None = None
+    head_seconds: float | None = None
     verify_seconds: float | None = None
     prefill_seconds: float | None = None
+    plain_prefill_seconds: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -220,11 +223,23 @@ class Timing:
 
     @property
     def other_share(self) -> float | None:
-        """Share of the drafted time outside the prompt, drafting and verification: bookkeeping. None where a part was not measured."""
-        parts = (self.draft_seconds, self.verify_seconds, self.prefill_seconds)
-        if None in parts or self.drafted_seconds <= 0:
-            return None
-        return 1 - sum(part for part in parts if part is not None) / self.drafted_seconds
+        """Share of the rounds' time outside the models: acceptance, scheduling, bookkeeping. None where a part was not measured."""
+        shares = self.shares
+        return shares["outside"] if shares else None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What part of the rounds' time (the prompt left out) each stage takes; empty where a part was not measured."""
+        if self.draft_seconds is None or self.head_seconds is None or self.verify_seconds is None:
+            return {}
+        if self.prefill_seconds is None or self.plain_prefill_seconds is None:
+            return {}
+        rounds = self.drafted_seconds - self.prefill_seconds
+        if rounds <= 0:
+            return {}
+        parts = {"draft": self.draft_seconds, "head": self.head_seconds, "verify": self.verify_seconds}
+        found = {name: seconds / rounds for name, seconds in parts.items()}
+        return {**found, "outside": 1 - sum(found.values())}
 
 
 @dataclass(frozen=True)
@@ -313,6 +328,24 @@ class HeadCost:
 
 
 @dataclass(frozen=True)
+class Bin:
+    """Rounds whose predicted survival lies in one bin: how many, their mean prediction, and the share that survived."""
+
+    rounds: int
+    predicted: float
+    observed: float
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Survival of the draft prefix up to a position, by bins that hold any round, before and after temperature scaling."""
+
+    position: int
+    before: tuple[Bin, ...]
+    after: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
 class Settings:
     """How the decoding was run."""
 
@@ -342,7 +375,8 @@ class Facts:
 class EvaluationReport:
     """One drafter evaluated on one target. The first entry of `acceptance` is that drafter; more are drawn beside it.
 
-    `drafters` holds all of them, benchmark by benchmark, in the same order; `gains` and `sweeps` are the first one's.
+    `drafters` holds all of them, benchmark by benchmark, in the same order; `gains`, `sweeps` and `reliability` are
+    the first one's.
     """
 
     title: str
@@ -365,6 +399,7 @@ class EvaluationReport:
     gains: tuple[Gain, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
     head_costs: tuple[HeadCost, ...] = ()
+    reliability: tuple[Reliability, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data."""
@@ -374,6 +409,11 @@ class EvaluationReport:
     def from_dict(cls, data: Mapping[str, Any]) -> EvaluationReport:
         """Inverse of `to_dict`, also after a trip through JSON. Raises ReportError that names the first field that is wrong."""
         return _build(cls, data, "report")
+
+
+def reliabilities_from(rows: Sequence[Any]) -> tuple[Reliability, ...]:
+    """Diagrams from a result file's plain data. Raises ReportError that names the first field that is wrong."""
+    return tuple(_build(Reliability, row, f"reliability[{index}]") for index, row in enumerate(rows))
 
 
 def bootstrap_tau(tokens: Sequence[int], rounds: Sequence[int], resamples: int = 1000, seed: int = 0) -> tuple[Estimate, Estimate]:

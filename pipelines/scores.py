@@ -128,8 +128,10 @@ def timing(outcomes: Sequence[Decoded]) -> Timing:
         drafted_seconds=sum(outcome.drafted.seconds.total for outcome in outcomes),
         drafted_tokens=sum(len(outcome.drafted.tokens) for outcome in outcomes),
         draft_seconds=sum(outcome.drafted.seconds.draft for outcome in outcomes),
+        head_seconds=sum(outcome.drafted.seconds.head for outcome in outcomes),
         verify_seconds=sum(outcome.drafted.seconds.verify for outcome in outcomes),
         prefill_seconds=sum(outcome.drafted.seconds.prefill for outcome in outcomes),
+        plain_prefill_seconds=sum(outcome.plain.seconds.prefill for outcome in outcomes),
     )
 
 

@@ -30,7 +30,7 @@ from pipelines.scheduling import ScheduleConfig, contender, load_schedule, make_
 from pipelines.simulation_report import Point, SimulationFindings, simulation_page
 from pipelines.target import Target, describe
 from pipelines.validation import Load, Schedule, Trial, Validation, comparisons, validations
-from storage.calibration import CalibrationRecord, calibration_identity, load_calibration
+from storage.calibration import CalibrationIdentity, CalibrationRecord, calibration_identity, load_calibration
 from storage.object_store import ObjectStore
 
 
@@ -67,7 +67,7 @@ def main(cfg: DictConfig) -> None:
     target, files = job.open_drafter(store)
     folder = job.output / job.places.run(job.run)
     identity = calibration_identity(job.drafter_store(store), files, job.simulate.temperature)
-    rounds = recorded(job.simulate.rounds or folder / "calibration" / "rounds.npz", identity.drafter)
+    rounds = recorded(job.simulate.rounds or folder / "calibration" / "rounds.npz", identity)
     table = read_table(job.simulate.table or folder / "profile" / "table.json")
     if table.block != files.layout.block_length:
         raise JobError(f"the cost table is of blocks of {table.block}, the drafter's are {files.layout.block_length} long: measure another")
@@ -144,13 +144,18 @@ def main(cfg: DictConfig) -> None:
     )
 
 
-def recorded(path: Path, drafter: str) -> RecordedRounds:
-    """Rounds from a file, refused where another drafter made them."""
+def recorded(path: Path, identity: CalibrationIdentity) -> RecordedRounds:
+    """Rounds from a file, refused where another drafter made them, or at another temperature."""
     if not path.is_file():
         raise JobError(f"{path} does not exist: record rounds with `python -m pipelines.calibrate` first, or give simulate.rounds=")
     rounds = RecordedRounds.from_bytes(path.read_bytes(), str(path))
-    if rounds.facts.get("drafter") != drafter:
+    if rounds.facts.get("drafter") != identity.drafter:
         raise JobError(f"{path} was recorded with another drafter. Run `python -m pipelines.calibrate` again.")
+    if rounds.facts.get("temperature") != identity.temperature:
+        raise JobError(
+            f"{path} was recorded at temperature {rounds.facts.get('temperature')}, this run asks for {identity.temperature:g}: set "
+            "simulate.temperature, or record anew with calibrate.temperature"
+        )
     return rounds
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.report_data import DrafterResult, Estimate, EvaluationReport, Score
+from pipelines.report_data import DrafterResult, Estimate, EvaluationReport, Score, Timing
 
 COLUMNS = (
     "drafter",
@@ -27,6 +27,7 @@ COLUMNS = (
     "plain_seconds",
     "drafted_seconds",
     "draft_seconds",
+    "head_seconds",
     "verify_seconds",
 )
 
@@ -47,6 +48,7 @@ class Table:
     groups: tuple[tuple[str, int], ...]
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    about: str = ""
 
 
 def accepted_length_table(report: EvaluationReport) -> Table:
@@ -62,7 +64,11 @@ def accepted_length_table(report: EvaluationReport) -> Table:
     for gain in report.gains:
         cells = [_percent(first[name] / others[gain.over][name] - 1) for name in order]
         rows.append((Cell(f"{gain.drafter} over {gain.over}"), *cells, _gain(gain.value)))
-    return Table("Accepted length τ", _groups(report.drafters[0], order), ("drafter", *order, "macro"), tuple(rows))
+    about = (
+        "Tokens per verification round, pooled, with 95 % intervals over requests; macro is the mean over benchmarks. Gains resample the "
+        "same prompts for both drafters."
+    )
+    return Table("Accepted length τ", _groups(report.drafters[0], order), ("drafter", *order, "macro"), tuple(rows), about)
 
 
 def speed_table(report: EvaluationReport) -> Table:
@@ -87,6 +93,50 @@ def comparison_tables(report: EvaluationReport) -> tuple[Table, ...]:
     return accepted_length_table(report), speed_table(report)
 
 
+def round_tables(report: EvaluationReport) -> tuple[Table, ...]:
+    """Where the time of a round goes, as one table; none where it was not measured."""
+    rows = [(result.name, round_profile(result)) for result in report.drafters]
+    measured = [
+        (
+            Cell(name),
+            Cell(f"{profile['round_ms']:.1f}"),
+            *(Cell(f"{profile[f'{stage}_ms']:.1f}", f"{100 * profile[f'{stage}_share']:.1f} %") for stage in STAGES),
+            Cell(f"{profile['plain_round_ms']:.1f}"),
+        )
+        for name, profile in rows
+        if profile
+    ]
+    if not measured:
+        return ()
+    about = (
+        "Milliseconds of a round, the prompt left out, and shares of it. draft: the drafter's backbone and context; head: its LM head, "
+        "sequential and confidence heads, choosing tokens; verify: the target's pass and LM head; outside: acceptance, scheduling, Python."
+    )
+    head = ("drafter", "round", *STAGES, "plain round")
+    return (Table("Where the time of a round goes, ms", (("", len(head)),), head, tuple(measured), about),)
+
+
+STAGES = ("draft", "head", "verify", "outside")
+
+
+def round_profile(result: DrafterResult) -> dict[str, float]:
+    """Mean milliseconds of a request's round (in a batch its share of the batch's) and of its stages, their shares, and of a plain round.
+
+    Empty where a stage was not measured.
+    """
+    timings, rounds = [score.timing for score in result.benchmarks], sum(score.rounds for score in result.benchmarks)
+    if not timings or not rounds or not all(timing.shares for timing in timings):
+        return {}
+    whole = Timing(*(sum(values) for values in zip(*(vars(timing).values() for timing in timings), strict=True)))
+    milliseconds = 1000 * (whole.drafted_seconds - (whole.prefill_seconds or 0.0)) / rounds
+    parts = {f"{stage}_ms": share * milliseconds for stage, share in whole.shares.items()}
+    shares = {f"{stage}_share": share for stage, share in whole.shares.items()}
+    # Plainly, every token but a text's first is a round.
+    plain_rounds = whole.plain_tokens - sum(score.prompts for score in result.benchmarks)
+    plain = 1000 * (whole.plain_seconds - (whole.plain_prefill_seconds or 0.0)) / plain_rounds if plain_rounds else float("nan")
+    return {"round_ms": milliseconds, **parts, **shares, "plain_round_ms": plain}
+
+
 def markdown(table: Table) -> str:
     """A table in Markdown; groups of columns are said in the heads."""
     spans = [name for name, width in table.groups for _ in range(width)]
@@ -105,7 +155,7 @@ def markdown_report(report: EvaluationReport) -> str:
         f"{report.prompts:,} prompts, temperature {settings.temperature:g}, at most {settings.max_new_tokens:,} new tokens, batch "
         f"{settings.batch_size}, {settings.dtype}, seed {settings.seed}. {report.facts.machine}, {report.facts.date}."
     )
-    for table in comparison_tables(report):
+    for table in (*comparison_tables(report), *round_tables(report)):
         parts += [f"## {_plain(table.title)}", markdown(table)]
     positions = [["drafter", "domain", *(f"@{k + 1}" for k in range(_depth(report)))]]
     for result in report.drafters:
@@ -154,6 +204,7 @@ def _row(drafter: str, name: str, score: Score) -> dict[str, Any]:
         timing.plain_seconds,
         timing.drafted_seconds,
         timing.draft_seconds,
+        timing.head_seconds,
         timing.verify_seconds,
     )
     return dict(zip(COLUMNS, values, strict=True))

@@ -1,15 +1,19 @@
 """Running stages as a person does, on a tiny random target: as processes, or inside the test's own."""
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
@@ -105,6 +109,31 @@ def run(job: str, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
     assert "Traceback" not in errors
     assert len(errors.splitlines()) < 12, f"a quiet run, please: {errors}"
     return result_of(output), errors
+
+
+def killed(job: str, overrides: Sequence[str], watched: Path, files: int, seconds: float) -> bool:
+    """Start a job in a session of its own; once it has left so many files more below `watched`, and some seconds later, kill every process
+    of it, Ray's too. Whether it was killed before it had finished."""
+    process = start(job, overrides, start_new_session=True)
+    wanted = _count(watched) + files
+    while process.poll() is None and _count(watched) < wanted:
+        time.sleep(0.02)
+    time.sleep(seconds)
+    # Nothing is registered any more from here on, however long it takes to find the others.
+    process.send_signal(signal.SIGSTOP)
+    running = process.poll() is None
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)] if running else []
+    for member in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)
+    process.communicate()
+    psutil.wait_procs(family, timeout=20)
+    return running
+
+
+def _count(folder: Path) -> int:
+    """Finished files: those being written have names that begin with a dot."""
+    return sum(path.is_file() and not path.name.startswith(".") for path in folder.rglob("*"))
 
 
 def result_of(output: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_the_noise_floor_falls_with_the_rounds():
 
 
 def generation(rounds):
-    return Generation([0] * (1 + sum(r.committed for r in rounds)), rounds, "length", Seconds(0, 0, 0, 0))
+    return Generation([0] * (1 + sum(r.committed for r in rounds)), rounds, "length", Seconds(0, 0, 0, 0, 0))
 
 
 def recorded():

@@ -9,7 +9,7 @@ from decoding.settings import Generation, Round, Seconds
 
 
 def generation(rounds):
-    return Generation([0] * (1 + sum(r.committed for r in rounds)), rounds, "stop", Seconds(0, 0, 0, 0))
+    return Generation([0] * (1 + sum(r.committed for r in rounds)), rounds, "stop", Seconds(0, 0, 0, 0, 0))
 
 
 def random_generations(seed):

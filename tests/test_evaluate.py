@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, write_rows
+from pipeline_runs import ENVIRONMENT, Here, Workshop, killed, result_of, run, write_rows
 from safetensors.torch import save_file
 from test_report import Page
 from tiny_models import VOCABULARY, write_tiny_model
@@ -100,9 +100,21 @@ def test_benchmarks_with_several_drafters_side_by_side(compared: dict[str, Any])
         assert rows[name, "gsm8k"]["wall_clock_ratio"] > 0
     assert {cost["drafter"] for cost in compared["head_costs"]} == {"spark", "flash"}
     assert next(cost for cost in compared["head_costs"] if cost["drafter"] == "flash")["overhead"] == 0
+    for name in ("spark", "flash"):
+        profile = compared["round_profile"][name]
+        stages = ("draft", "head", "verify", "outside")
+        assert sum(profile[f"{stage}_share"] for stage in stages) == pytest.approx(1)
+        assert min(profile[f"{stage}_ms"] for stage in stages) > 0
     folder = Path(compared["report"]).parent
     page = Page((folder / "report.html").read_text())
-    for words in ("spark over flash", "humaneval", "Acceptance by domain", "Confidence threshold", "rejected"):
+    for words in (
+        "spark over flash",
+        "humaneval",
+        "Acceptance by domain",
+        "Confidence threshold",
+        "rejected",
+        "Where the time of a round goes",
+    ):
         assert words in page.text
     assert "| spark" in (folder / "report.md").read_text()
     assert EvaluationReport.from_dict(json.loads((folder / "report.json").read_text())).drafters[0].name == "spark"
@@ -228,6 +240,18 @@ def test_heldout_prompts_of_a_corpus(shop: Workshop, here: Here) -> None:
     assert page.with_name("report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_fewer_draft_tokens_than_a_block(shop: Workshop, here: Here) -> None:
+    here.patch.setattr("pipelines.evaluate.DecoderPool", PoolHere)
+    here.patch.setattr("pipelines.evaluate.cluster", lambda settings: nullcontext())
+    code, output, errors = here.run("evaluate", overrides(shop, "run=spark", "evaluate.draft_tokens=2", "evaluate.max_new_tokens=8"))
+    assert code == 0, errors
+    result = result_of(output)
+    assert result["differing_texts"] == 0
+    assert "accept_prefix@2" in result["metrics"]["spark"]
+    assert "accept_prefix@3" not in result["metrics"]["spark"]
+    assert "At most 2 tokens are drafted" in Path(result["report"]).read_text()
+
+
 class KilledAfterTwo(PoolHere):
     """Dies in the middle of its work."""
 
@@ -255,6 +279,35 @@ def test_an_evaluation_that_died_decodes_only_what_is_left(shop: Workshop, here:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_an_evaluation_killed_at_any_moment_ends_in_the_same_results(shop: Workshop, tmp_path: Path) -> None:
+    """Real Ray, killed with -9 and all its processes while it starts, decodes and writes; figures but for times as if undisturbed."""
+    more = ["runs=[spark,eagle]", "evaluate.temperature=1", "evaluate.rows=4", "evaluate.max_new_tokens=40", f"storage.root={shop.output}"]
+    whole, _ = run("evaluate", overrides(shop, *more, f"output={tmp_path / 'whole'}"))
+    folder = tmp_path / "killed" / "tiny_llama" / "decoded"
+    given = overrides(shop, *more, f"output={tmp_path / 'killed'}")
+    moments = [(0, 4.0), (1, 0.0), (2, 0.02), (3, 0.1), (5, 0.0)]
+    interrupted = [killed("evaluate", given, folder, files, seconds) for files, seconds in moments]
+    assert sum(interrupted) >= 4, interrupted
+    kept = {path: path.read_bytes() for path in folder.glob("*/*.json")}
+    again, _ = run("evaluate", given)
+    assert {path: path.read_bytes() for path in kept} == kept, "what is decoded is not decoded again"
+    assert 0 < len(kept) < len(list(folder.glob("*/*.json"))) == 2 * sum(part["rows"] for part in whole["sets"].values())
+    assert again["counts"] == whole["counts"]
+    assert again["metrics"] == whole["metrics"]
+    timed = ("wall_clock_ratio", "seconds")
+    rows = [[{k: v for k, v in row.items() if not k.endswith(timed)} for row in result["rows"]] for result in (again, whole)]
+    assert rows[0] == rows[1]
+    assert again["gains"] == whole["gains"]
+    assert texts_of(tmp_path / "killed") == texts_of(tmp_path / "whole")
+
+
+def texts_of(folder: Path) -> dict[str, list[list[int]]]:
+    files = {f"{path.parent.name}/{path.name}": json.loads(path.read_text()) for path in folder.rglob("decoded/*/*.json")}
+    return {name: [drafted["tokens"] for drafted, _, _ in found["outcomes"]] for name, found in files.items()}
+
+
+@pytest.mark.slow
 def test_two_workers_decode_what_one_does(shop: Workshop, tmp_path: Path) -> None:
     results = []
     for workers in (1, 2):
@@ -262,8 +315,7 @@ def test_two_workers_decode_what_one_does(shop: Workshop, tmp_path: Path) -> Non
         more = ["run=spark", "evaluate.temperature=1", f"evaluate.actors={workers}", f"cluster.cpus={workers}"]
         result, _ = run("evaluate", overrides(shop, *drafters, *more))
         results.append(result)
-        texts = {path.name: json.loads(path.read_text()) for path in (tmp_path / str(workers)).rglob("decoded/*/*.json")}
-        results[-1]["texts"] = {name: [drafted["tokens"] for drafted, _, _ in text["outcomes"]] for name, text in texts.items()}
+        results[-1]["texts"] = texts_of(tmp_path / str(workers))
     assert results[0]["counts"] == results[1]["counts"]
     assert results[0]["texts"] == results[1]["texts"]
     assert len(results[0]["texts"]) == 6

@@ -81,6 +81,24 @@ def test_calibrate_records_fits_and_reports(shop: ServingShop, here: Here) -> No
     assert "temperature 1.0" in message
 
 
+def test_evaluation_shows_the_reliability_that_was_measured(shop: ServingShop, here: Here) -> None:
+    given = [one for one in shop.overrides("evaluate") if not one.startswith("engine")]
+    more = ["evaluate.max_new_tokens=6", "evaluate.dtype=float32", "evaluate.threads=1", "tracking=none", "evaluate.prompts=2"]
+    result, _ = ok(here, "evaluate", [*given, *more, "evaluate.temperature=1"])
+    page = Path(result["report"])
+    assert "Reliability of the confidence" in is_page(str(page))
+    assert page.with_name("figures").joinpath("reliability.svg").is_file()
+    report = json.loads(page.with_name("report.json").read_text())
+    assert [one["position"] for one in report["reliability"]] == [1, 2, 3]
+    calibrated = json.loads((shop.stored / "runs" / "first" / "calibration" / "calibrate.json").read_text())
+    for one, position in zip(report["reliability"], calibrated["positions"], strict=True):
+        assert sum(bin_["rounds"] for bin_ in one["after"]) == position["trials"]
+        gaps = sum(bin_["rounds"] * abs(bin_["predicted"] - bin_["observed"]) for bin_ in one["after"])
+        assert gaps / position["trials"] == pytest.approx(position["ece_after"])
+    colder, _ = ok(here, "evaluate", [*given, *more, "evaluate.temperature=0"])
+    assert "Reliability of the confidence" not in is_page(colder["report"]), "calibrated at another temperature"
+
+
 def test_calibrate_needs_a_confidence_head(tmp_path: Path, here: Here) -> None:
     shop = make_shop(tmp_path)
     write_drafter(shop, tmp_path / "tiny llama", confidence=False, confidence_markov=False)
@@ -183,6 +201,11 @@ def test_simulate_compares_schedules_and_the_decoder(shop: ServingShop, here: He
     again, _ = ok(here, "simulate", shop.overrides("simulate", *SIMULATE))
     assert {run for run in runs if run.read_bytes() != before[run]} == set(runs[:2])
     assert len(again["validations"]) == len(result["validations"])
+
+
+def test_simulate_refuses_rounds_of_another_temperature(shop: ServingShop, here: Here) -> None:
+    told = here.refused("simulate", shop.overrides("simulate", *SIMULATE, "simulate.temperature=0.5"), shop.drafter)
+    assert "recorded at temperature 1.0" in told
 
 
 def test_simulate_needs_rounds_and_a_table(tmp_path: Path, here: Here) -> None:

@@ -1,16 +1,10 @@
 """`regenerate` killed with -9, Ray and all, and started again: the same rows as if nothing had happened, and none twice."""
 
-import contextlib
-import os
 import random
-import signal
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
-from pipeline_runs import Workshop, run, start, write_rows
+from pipeline_runs import Workshop, killed, run, write_rows
 from tiny_models import write_tiny_model
 from token_server import TokenServer, serving
 
@@ -32,26 +26,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(folder)
 
 
-def killed(overrides: Sequence[str], index: Path, parts: int, seconds: float) -> bool:
-    """Start `regenerate` in a session of its own; once it has registered so many parts more, and some seconds later, kill every process
-    of it. Whether it was killed before it had finished."""
-    process = start("regenerate", overrides, start_new_session=True)
-    wanted = len(list(index.glob("*"))) + parts
-    while process.poll() is None and len(list(index.glob("*"))) < wanted:
-        time.sleep(0.02)
-    time.sleep(seconds)
-    # Nothing is registered any more from here on, however long it takes to find the others.
-    process.send_signal(signal.SIGSTOP)
-    running = process.poll() is None
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)] if running else []
-    for member in family:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member.pid, signal.SIGKILL)
-    process.communicate()
-    psutil.wait_procs(family, timeout=20)
-    return running
-
-
 def rows_of(folder: Path) -> dict[str, AnsweredRow]:
     rows = list(AnswerStore(ObjectStore(StorageSettings(str(folder)))))
     by_id = {row.row_id: row for row in rows}
@@ -67,7 +41,7 @@ def test_a_killed_run_goes_on_where_it_was(shop: Workshop, tmp_path: Path) -> No
         options = [f"generator.endpoints=[{server.url}]", "generator.part_rows=2", "generator.batch_rows=4"]
         overrides = shop.overrides("regenerate", *options, "target.name=killed")
         answers = shop.output / "killed" / "jsonl" / "answers"
-        assert killed(overrides, answers / "index", 3, 0.1)
+        assert killed("regenerate", overrides, answers / "index", 3, 0.1)
         before = rows_of(answers)
         assert 0 < len(before) < ROWS
         server.delay = 0
@@ -89,7 +63,7 @@ def test_ten_kills_at_random_moments_change_nothing(shop: Workshop) -> None:
     dice = random.Random(0)
     starting, working = [(0, dice.random() * 6) for _ in range(5)], [(dice.choice([1, 2, 3]), dice.random() * 0.1) for _ in range(5)]
     moments = dice.sample([*starting, *working], 10)
-    interrupted = [killed(overrides, answers / "index", parts, seconds) for parts, seconds in moments]
+    interrupted = [killed("regenerate", overrides, answers / "index", parts, seconds) for parts, seconds in moments]
     assert sum(interrupted) >= 8
     assert 0 < len(rows_of(answers)) < ROWS
     run("regenerate", overrides)

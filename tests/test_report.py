@@ -34,6 +34,7 @@ from pipelines.report import (
     training_points,
     write_report,
 )
+from pipelines.report_data import Bin, Reliability
 
 ANSWER = (
     "To find how many apples are left, start with the 24 apples in the basket. Maria takes 7 of them, so 24 - 7 = 17 remain. "
@@ -130,7 +131,7 @@ def made_up(title: str = "SmolLM2-135M with a DSpark drafter") -> EvaluationRepo
         rounds=4210,
         tau_pooled=Estimate(2.21, 2.09, 2.34),
         tau_per_request=Estimate(2.26, 2.12, 2.41),
-        timing=Timing(412.0, 9312, 289.0, 9312, 71.0, 188.0),
+        timing=Timing(412.0, 9312, 289.0, 9312, 41.0, 30.0, 188.0, 6.0, 5.0),
         acceptance=(
             acceptance("DSpark, rank 256", [0.63, 0.6, 0.57, 0.55, 0.53, 0.52, 0.5]),
             acceptance("DFlash", [0.62, 0.47, 0.4, 0.35, 0.31, 0.3, 0.28]),
@@ -143,6 +144,10 @@ def made_up(title: str = "SmolLM2-135M with a DSpark drafter") -> EvaluationRepo
             StageTime("cache", 63.4),
             StageTime("train", 231),
             StageTime("evaluate", 96),
+        ),
+        reliability=(
+            Reliability(1, (Bin(900, 0.55, 0.41), Bin(500, 0.85, 0.7)), (Bin(800, 0.42, 0.41), Bin(600, 0.7, 0.71))),
+            Reliability(2, (Bin(1400, 0.5, 0.31),), ()),
         ),
         samples=(
             sample("math", "A basket holds 24 apples. Maria takes 7 and Tom puts 5 back. How many are in it?", ANSWER, 3, 0.72),
@@ -207,7 +212,7 @@ def test_sample_takes_every_token_once():
 
 
 def test_acceptance_is_what_decoding_counted():
-    generation = Generation([1, 2, 3, 4, 5], [Round(3, 1, 2), Round(3, 3, 4)], "length", Seconds(0, 0, 0, 0))
+    generation = Generation([1, 2, 3, 4, 5], [Round(3, 1, 2), Round(3, 3, 4)], "length", Seconds(0, 0, 0, 0, 0))
     entry = Acceptance.from_metrics("x", acceptance_metrics([generation]))
     assert entry.conditional == (Ratio(2, 2), Ratio(1, 2), Ratio(1, 1))
     assert entry.prefix == (Ratio(2, 2), Ratio(1, 2), Ratio(1, 2))
@@ -358,7 +363,7 @@ def test_page_is_whole_and_self_contained(tmp_path):
     assert len(identifiers) == len(set(identifiers))
     assert sorted(file.name for file in (tmp_path / "out" / "figures").iterdir()) == sorted(
         f"{name}.{kind}"
-        for name in ("acceptance", "acceptance_by_domain", "stages", "tau_by_domain", "training")
+        for name in ("acceptance", "acceptance_by_domain", "reliability", "stages", "tau_by_domain", "training")
         for kind in ("png", "svg")
     )
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -20,7 +20,16 @@ from pipelines.prompt_sets import PromptSet
 from pipelines.report import EvaluationReport, HeadCost, SampleRound, SampleText, comparisons, render_html
 from pipelines.report_data import Sweep, ThresholdPoint
 from pipelines.scores import by_domain, drafter_result, gains, score, tau_macro, threshold_sweeps
-from pipelines.tables import COLUMNS, accepted_length_table, comparison_tables, long_rows, markdown, markdown_report
+from pipelines.tables import (
+    COLUMNS,
+    accepted_length_table,
+    comparison_tables,
+    long_rows,
+    markdown,
+    markdown_report,
+    round_profile,
+    round_tables,
+)
 
 SETS = {"gsm8k": ("math", 30), "aime25": ("math", 6), "humaneval": ("code", 12), "mt-bench": ("chat", 9)}
 SHAPES = {
@@ -43,9 +52,10 @@ def played(seed: int, block: int, rate: float) -> Decoded:
         confidence = tuple(rng.random() for _ in range(block))
         rounds.append(Round(block, accepted, accepted + 1, confidence, tuple(range(block))))
     tokens = [7] * (1 + sum(r.committed for r in rounds))
-    drafted = Generation(tokens, rounds, "length", Seconds(0.1, 0.02 * len(rounds), 0.05 * len(rounds), 0.1 + 0.08 * len(rounds)))
+    n = len(rounds)
+    drafted = Generation(tokens, rounds, "length", Seconds(0.1, 0.015 * n, 0.005 * n, 0.05 * n, 0.1 + 0.08 * n))
     plain = Generation(
-        tokens, [Round(0, 0, 1)] * (len(tokens) - 1), "length", Seconds(0.1, 0.0, 0.05 * len(tokens), 0.1 + 0.06 * len(tokens))
+        tokens, [Round(0, 0, 1)] * (len(tokens) - 1), "length", Seconds(0.1, 0.0, 0.0, 0.05 * len(tokens), 0.1 + 0.06 * len(tokens))
     )
     return Decoded(plain if not block else drafted, plain)
 
@@ -101,7 +111,7 @@ def test_a_score_is_what_a_plain_count_gives():
     assert found.verify_waste.value == pytest.approx(sum(5 - r.accepted for r in rounds) / (5 * len(rounds)))
     seconds = [part.drafted.seconds for part in parts]
     assert found.timing.drafted_seconds == pytest.approx(sum(s.total for s in seconds))
-    other = sum(s.total - s.prefill - s.draft - s.verify for s in seconds) / sum(s.total for s in seconds)
+    other = sum(s.total - s.prefill - s.draft - s.head - s.verify for s in seconds) / sum(s.total - s.prefill for s in seconds)
     assert found.timing.other_share == pytest.approx(other)
 
 
@@ -150,6 +160,25 @@ def test_the_stop_token_ends_a_rounds_trials_in_the_sweep():
     stopped = Round(4, 2, 2, (0.9, 0.9, 0.9, 0.9), (1, 2, 3, 4))
     assert threshold_counts([stopped], 0.5) == (2, 0)
     assert threshold_counts([stopped], 0.95) == (0, 0)
+
+
+def test_a_rounds_time_adds_up_stage_by_stage():
+    """Every made-up round takes 15 + 5 + 50 ms and 10 ms outside the models, every plain token 60 ms (see `played`)."""
+    report = compared()
+    (table,) = round_tables(report)
+    assert [row[0].text for row in table.rows] == list(SHAPES)
+    for result in report.drafters[:-1]:
+        profile = round_profile(result)
+        assert profile["round_ms"] == pytest.approx(80)
+        assert [profile[f"{stage}_ms"] for stage in ("draft", "head", "verify", "outside")] == pytest.approx([15, 5, 50, 10])
+        assert profile["outside_share"] == pytest.approx(10 / 80)
+        prompts = sum(score.prompts for score in result.benchmarks)
+        plain_rounds = sum(score.timing.plain_tokens for score in result.benchmarks) - prompts
+        assert profile["plain_round_ms"] == pytest.approx(60 * (plain_rounds + prompts) / plain_rounds)
+    assert [cell.text for cell in table.rows[0][1:6]] == ["80.0", "15.0", "5.0", "50.0", "10.0"]
+    assert [cell.text for cell in table.rows[-1][2:4]] == ["0.0", "0.0"], "nobody drafts"
+    assert "Where the time of a round goes" in markdown_report(report)
+    assert round_tables(made_up()) == ()
 
 
 def test_the_table_has_every_benchmark_the_macro_average_and_the_gains():
@@ -233,7 +262,8 @@ def test_the_page_compares_and_shows_what_was_rejected():
     assert "safe }}" not in page.text
     for words in ("dspark over dflash", "macro", "mt-bench", "Confidence threshold", "prompts of 4 benchmarks"):
         assert words in page.text
-    assert {part.name for part in comparisons(report)} == {"benchmarks", "drafters_by_domain", "depth", "block_length", "thresholds"}
+    drawn = {"benchmarks", "drafters_by_domain", "depth", "block_length", "thresholds", "reliability"}
+    assert {part.name for part in comparisons(report)} == drawn
     identifiers = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(identifiers) == len(set(identifiers))
 
