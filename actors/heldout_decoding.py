@@ -25,7 +25,7 @@ class HeldoutDecoding:
         from transformers import AutoModelForCausalLM
 
         loaded: Any = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=getattr(torch, recipe.settings.compute))
-        self.target = TransformersTarget.for_drafter(loaded.to(device), recipe.contract.capture.layer_ids, recipe.drafter)
+        self.target = TransformersTarget.for_drafter(loaded.to(device), recipe.layer_ids, recipe.drafter)
         self.drafter = Drafter(recipe.drafter, head).to(device).eval()
         stop_ids = ChatTemplate(Path(recipe.model)).stop_ids
         self.sampling = SamplingSettings(settings.temperature, settings.max_new_tokens, stop_ids, recipe.settings.seed)

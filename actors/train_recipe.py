@@ -1,6 +1,6 @@
 """What a training run is: its settings, and everything its workers need to know."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drafters.config import DrafterConfig
@@ -102,7 +102,12 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """Everything a worker needs; no tensor among it. `start` is the folder of the drafter to go on from, if there is one."""
+    """Everything a worker needs; no tensor among it.
+
+    Attributes:
+        start: folder of the drafter to go on from, if there is one.
+        layers: those of the cached layers that the drafter reads; None for all.
+    """
 
     cache: ObjectStore
     run: ObjectStore
@@ -113,6 +118,17 @@ class TrainRecipe:
     settings: TrainSettings
     follow: FollowSettings | None = None
     start: ObjectStore | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Target layers that the drafter reads."""
+        return self.contract.capture.layer_ids if self.layers is None else self.layers
+
+    @property
+    def drafter_contract(self) -> Contract:
+        """What the drafter was trained on: the cache's contract, with the layers that it reads."""
+        return replace(self.contract, capture=replace(self.contract.capture, layer_ids=self.layer_ids))
 
 
 def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:
@@ -123,4 +139,5 @@ def recipe_facts(recipe: TrainRecipe) -> dict[str, Any]:
         "manifest": recipe.manifest_hash,
         "drafter": recipe.drafter.to_dict(),
         "settings": {key: value for key, value in settings.items() if value is not None},  # what nobody asked for decides nothing
+        **({} if recipe.layers is None else {"layers": recipe.layers}),
     }

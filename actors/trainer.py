@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,10 +39,22 @@ _ASK_EVERY_SECONDS = 1.0
 _ROWS_NAMED = 8
 
 
+class Board(Protocol):
+    """Where rank 0 leaves metric rows, and learns whether to stop. Metadata only."""
+
+    def post(self, row: dict[str, Any]) -> None:
+        """Take a row; any thread may call it."""
+        ...
+
+    def stopping(self) -> bool:
+        """Whether somebody wants the run to end after the step that it is in."""
+        ...
+
+
 class Worker:
     """One rank, where its run stands. Plain enough to run without Ray (board None, world 1)."""
 
-    def __init__(self, recipe: TrainRecipe, board: Any, rank: int, world: int) -> None:
+    def __init__(self, recipe: TrainRecipe, board: Board | None, rank: int, world: int) -> None:
         self.recipe, self.settings, self.board, self.rank, self.world = recipe, recipe.settings, board, rank, world
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         _prepare_process(self.settings)
@@ -60,8 +71,9 @@ class Worker:
         self.optimizer = Optimizer(dict(self.drafter.named_parameters()), self.settings)
         if saved is not None:
             self.optimizer.load(saved.tensors)
-        self.packing = Packing(self.settings.anchors, self.settings.seed, self.device)
-        self.stand_in = self.packing.stand_in(len(recipe.contract.capture.layer_ids), recipe.drafter.hidden_size)
+        planes = tuple(recipe.contract.capture.layer_ids.index(layer) for layer in recipe.layer_ids)
+        self.packing = Packing(self.settings.anchors, self.settings.seed, self.device, planes)
+        self.stand_in = self.packing.stand_in(recipe.drafter.hidden_size)
         self.order: ReadingOrder | FollowOrder
         self.training: Entries
         if recipe.follow is None:
@@ -80,6 +92,8 @@ class Worker:
         decode = self.settings.decode
         self.decoding = None if decode is None else HeldoutDecoding(recipe, decode, self.drafter.target_head, self.device)
         self._asked, self._stopping = 0.0, False
+        self._readers: list[SampleReader] = []
+        self._bytes_told = np.zeros(2)
 
     @property
     def step(self) -> int:
@@ -191,23 +205,33 @@ class Worker:
             "tokens_per_second": shared[0] / seconds,
             "data_wait_share": shared[1] / (seconds * self.world),
             "step_seconds": seconds / interval.steps,
+            **self._bytes_read(),
             **totals.means(self.device),
         }
 
+    def _bytes_read(self) -> dict[str, float]:
+        """Encoded bytes that came from the store, and from the node's disk instead, since this was asked last, over all ranks."""
+        cache = self.disk_cache
+        read = sum(reader.read_bytes for reader in self._readers) if cache is None else cache.fetched_bytes
+        now = np.array([read, 0 if cache is None else cache.hit_bytes], dtype=np.float64)
+        new, self._bytes_told = now - self._bytes_told, now
+        shared = sum_over_ranks(torch.from_numpy(new), self.device).tolist()
+        return {"store_bytes": shared[0], "disk_bytes": shared[1]}
+
     def _post(self, row: dict[str, float]) -> None:
         if self.rank == 0 and self.board is not None:
-            ray.get(self.board.post.remote({"step": self.step, **row}))
+            self.board.post({"step": self.step, **row})
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
         if self.board is not None:
-            self.board.post.remote({"step": self.step, "notice": f"rank {self.rank}: {text}"})
+            self.board.post({"step": self.step, "notice": f"rank {self.rank}: {text}"})
 
     def _stop_asked(self) -> bool:
         """Whether the board wants the run to stop. Rank 0 asks, every second at most; the others learn of it in the step."""
         now = time.monotonic()
         if self.rank == 0 and self.board is not None and now - self._asked >= _ASK_EVERY_SECONDS:
-            self._asked, self._stopping = now, bool(ray.get(self.board.stopping.remote()))
+            self._asked, self._stopping = now, self.board.stopping()
         return self._stopping
 
     def _score(self) -> None:
@@ -233,11 +257,11 @@ class Worker:
                 totals.add(self.decoding.metrics(collect(self.optimizer.parameters, keep=True), prompts))
         means = totals.means(self.device)
         self.standing = self.standing.scored(means.get(settings.score))
-        self._post({f"heldout/{name}": value for name, value in means.items()})
+        self._post({**self._bytes_read(), **{f"heldout/{name}": value for name, value in means.items()}})
 
     def _reader(self, entries: Entries) -> SampleReader:
         settings = self.settings
-        return SampleReader(
+        reader = SampleReader(
             self.recipe.cache,
             self.recipe.contract,
             entries,
@@ -246,6 +270,8 @@ class Worker:
             stall_seconds=60 * settings.stall_minutes,
             disk_cache=self.disk_cache,
         )
+        self._readers.append(reader)
+        return reader
 
     def _save(self, together: bool = True) -> None:
         """Write a checkpoint; `together`: no rank goes on before it is whole."""

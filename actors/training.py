@@ -20,8 +20,8 @@ from drafters.errors import DrafterError
 from storage.errors import StorageError
 
 
-class Board:
-    """Where rank 0 leaves metric rows for the driver, and learns whether to stop. Metadata only."""
+class _Board:
+    """The driver's board, an actor of its own."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -41,7 +41,20 @@ class Board:
         return self._stopping
 
 
-BoardActor: Any = ray.remote(num_cpus=0)(Board)
+BoardActor: Any = ray.remote(num_cpus=0)(_Board)
+
+
+@dataclass(frozen=True)
+class RemoteBoard:
+    """A worker's way to the driver's board."""
+
+    actor: Any
+
+    def post(self, row: dict[str, Any]) -> None:
+        ray.get(self.actor.post.remote(row))
+
+    def stopping(self) -> bool:
+        return bool(ray.get(self.actor.stopping.remote()))
 
 
 @dataclass(frozen=True)
@@ -159,4 +172,4 @@ def _worker(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     # `Worker.run` owns everything that must be closed when it ends, well or not.
-    Worker(config["recipe"], config["board"], context.get_world_rank(), context.get_world_size()).run()
+    Worker(config["recipe"], RemoteBoard(config["board"]), context.get_world_rank(), context.get_world_size()).run()

@@ -15,7 +15,7 @@ from drafters.config import config_from_target
 from pipelines.job import JobError, notices
 from pipelines.target import Target
 from pipelines.train_config import TrainJob
-from storage.contract import load_contract, require_match
+from storage.contract import Contract, load_contract, require_match
 from storage.errors import ContractMismatch
 from storage.follow import FollowSettings
 from storage.manifest import Manifest, split_manifest
@@ -23,13 +23,19 @@ from storage.object_store import ObjectStore
 from storage.target_files import read_model_config
 
 GIB = 2**30
+RUN = "run.json"
+"""In a run's folder: what data and settings it was started with."""
 # A drafter's weights do not depend on these; a chain has no masked slots.
 _MAY_DIFFER = ("drafter.window:", "drafter.block_length:")
 _MAY_DIFFER_IN_A_CHAIN = (*_MAY_DIFFER, "drafter.mask_token_id:")
 
 
-def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecipe:
-    """Everything checked that can be before a worker starts: contract, layers, shapes, batch."""
+def make_recipe(job: TrainJob, target: Target, store: ObjectStore, pinned: Manifest | None = None) -> TrainRecipe:
+    """Everything checked that can be before a worker starts: contract, layers, shapes, batch.
+
+    Args:
+        pinned: read this manifest of the cache; None for what is committed now.
+    """
     cache = store.child(job.places.cache)
     contract = load_contract(cache)
     require_match(
@@ -45,6 +51,7 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
             f"{cache.settings.root} leaves out rows with mask token {contract.capture.mask_token_id}, not those with this run's, "
             f"{target.mask_token_id}. Use target.mask_token={contract.capture.mask_token_id}, or build another cache."
         )
+    layers = _layers(job, contract)
     options = job.drafter.changes()
     if job.train.follow:
         if job.drafter.draft_vocab_size is not None:
@@ -52,8 +59,9 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         rows = AnswerStore(store.child(job.places.answers)).rows
         follow, manifest_hash, samples = FollowSettings(rows, 60 * job.train.follow_patience_minutes), FOLLOWS, None
     else:
-        manifest = Manifest.current(cache)
-        manifest.save(cache)
+        manifest = pinned or Manifest.current(cache)
+        if pinned is None:
+            manifest.save(cache)
         training, _ = split_manifest(manifest, job.train.heldout_rows)
         follow, manifest_hash, samples = None, manifest.hash, len(training)
         if (size := job.drafter.draft_vocab_size) is not None:
@@ -73,7 +81,7 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         options = there | options  # what no option says of an architecture is as it is there
     model_config = read_model_config(target.folder)
     options["mask_token_id"] = target.mask_token_id
-    config = config_from_target(model_config, len(contract.capture.layer_ids), **options)
+    config = config_from_target(model_config, len(layers or contract.capture.layer_ids), **options)
     if config.kind.context == "last_hidden" and contract.capture.last_hidden_rows != "all":
         raise ContractMismatch(
             f"{cache.settings.root} does not match this run. capture.last_hidden_rows: it has {contract.capture.last_hidden_rows!r}, "
@@ -96,7 +104,22 @@ def make_recipe(job: TrainJob, target: Target, store: ObjectStore) -> TrainRecip
         settings=settings,
         follow=follow,
         start=start,
+        layers=layers,
     )
+
+
+def _layers(job: TrainJob, contract: Contract) -> tuple[int, ...] | None:
+    """Which of the cached layers the drafter reads; None for all.
+
+    Raises:
+        JobError: one is not cached, or named twice.
+    """
+    asked, cached = job.drafter.layer_ids, contract.capture.layer_ids
+    if asked is None or tuple(sorted(asked)) == cached:
+        return None
+    if not asked or not set(asked) <= set(cached) or len(set(asked)) != len(asked):
+        raise JobError(f"drafter.layer_ids={list(asked)} must be distinct ones of the cached layers {list(cached)}")
+    return tuple(sorted(asked))
 
 
 def start_folder(named: str, job: TrainJob) -> ObjectStore:
@@ -119,7 +142,7 @@ def check_start(recipe: TrainRecipe, weights: Mapping[str, torch.Size]) -> str |
     may_differ = _MAY_DIFFER_IN_A_CHAIN if recipe.drafter.chain else _MAY_DIFFER
     found = [line for line in differences(ours, theirs, "drafter") if not line.startswith(may_differ)]
     if recipe.drafter.kind.context != "last_hidden":
-        found += differences(list(recipe.contract.capture.layer_ids), list(opened.layer_ids), "capture.layer_ids")
+        found += differences(list(recipe.layer_ids), list(opened.layer_ids), "capture.layer_ids")
     found += [
         f"{name}: there {list(opened.tensors[name].shape) if name in opened.tensors else 'nothing'}, now {list(shape)}"
         for name, shape in weights.items()
@@ -183,17 +206,27 @@ def claim(recipe: TrainRecipe) -> None:
     Raises:
         JobError: it was started with others; names each.
     """
+    if not check_claim(recipe):
+        recipe.run.put(RUN, json.dumps(recipe_facts(recipe), indent=2).encode())
+
+
+def check_claim(recipe: TrainRecipe) -> bool:
+    """Whether the run's folder is bound already, to this data and these settings.
+
+    Raises:
+        JobError: it was started with others; names each.
+    """
     ours = json.loads(json.dumps(recipe_facts(recipe)))
     try:
-        theirs = json.loads(recipe.run.get("run.json"))
+        theirs = json.loads(recipe.run.get(RUN))
     except FileNotFoundError:
-        recipe.run.put("run.json", json.dumps(ours, indent=2).encode())
-        return
+        return False
     if differing := differences(ours, theirs):
         raise JobError(
             f"{recipe.run.settings.root} was started otherwise ({'; '.join(differing)}). "
             "Use the same settings to go on, or another name: `run.name=...`."
         )
+    return True
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[str]:

@@ -2,12 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from actors.train_recipe import DecodeSettings, TrainSettings
 from drafters.losses import LossWeights
 from pipelines.job import Job, JobError
 from pipelines.tracking import TrackingConfig
+
+# For fields that follow others, also where a sweep or a command line changes these: `${times:${drafter.block_length},0.5}`.
+OmegaConf.register_new_resolver("if_zero", lambda number, then, other: then if number == 0 else other, replace=True)
+OmegaConf.register_new_resolver("times", lambda number, factor: round(number * factor, 6), replace=True)
 
 
 class DrafterOptions(BaseModel):
@@ -24,11 +29,12 @@ class DrafterOptions(BaseModel):
     confidence_markov: bool
     window: int | None
     rope_theta: float | None = Field(gt=0)
+    layer_ids: tuple[int, ...] | None = None
     draft_vocab_size: int | None = Field(default=None, ge=1)
 
     def changes(self) -> dict[str, Any]:
         """What a drafter's configuration is to have other than by default; the draft vocabulary needs the answers."""
-        values = self.model_dump(exclude={"draft_vocab_size"})
+        values = self.model_dump(exclude={"draft_vocab_size", "layer_ids"})
         return {name: value for name, value in values.items() if name != "rope_theta" or value is not None}
 
 
@@ -98,6 +104,11 @@ class TrainConfig(BaseModel):
     compile: Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
     activation_checkpointing: bool
     deterministic: bool
+
+    @property
+    def score_metric(self) -> str:
+        """The held-out metric that chooses the best checkpoint."""
+        return "tau" if self.score == "decoded" else "tau_teacher_forced"
 
     def settings(self, samples: int | None) -> TrainSettings:
         """With the number of steps worked out for `samples` training samples; None where a growing cache leaves them open.

@@ -258,8 +258,8 @@ def test_a_step_that_is_not_finite_stops_and_keeps_the_checkpoint(make: Make) ->
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_row(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(sample: Sample) -> SampleTensors:
-        tensors = to_tensors(sample)
+    def poisoned(sample: Sample, planes: Sequence[int]) -> SampleTensors:
+        tensors = to_tensors(sample, planes)
         if sample.row_id == "row-7":
             tensors.context[0, 0] = math.nan
         return tensors
