@@ -41,7 +41,6 @@ class RoundCost:
         return (self.draft - self.base) / (self.base + self.verify)
 
 
-@torch.inference_mode()
 def round_cost(target: TransformersTarget, drafter: Drafter, batch: int, context: int, repeats: int = 5) -> RoundCost:
     """Time rounds on made-up states: what they hold changes nothing of what is computed.
 
@@ -49,19 +48,38 @@ def round_cost(target: TransformersTarget, drafter: Drafter, batch: int, context
         context: positions before the anchor, at least 1.
         repeats: timed after one that is not.
     """
+    base, draft = draft_cost(target, drafter, batch, context, repeats)
+    width = drafter.config.block_length
+    return RoundCost(batch, context, width, base, draft, verify_cost(target, width, batch, context, repeats))
+
+
+@torch.inference_mode()
+def draft_cost(target: TransformersTarget, drafter: Drafter, batch: int, context: int, repeats: int = 5) -> tuple[float, float]:
+    """`base` and `draft` of a RoundCost; arguments as for `round_cost`."""
     width, device = drafter.config.block_length, target.device
     settings, streams = SamplingSettings(), RandomStreams(0, range(batch), device)
+    anchor_tokens = torch.ones(batch, dtype=torch.int64, device=device)
+    anchors = torch.full((batch,), context, dtype=torch.int64, device=device)
+    draft_context = _context(drafter, target, batch, context)
+
+    def draft() -> None:
+        propose(drafter, draft_context, anchor_tokens, anchors, width, settings, streams)
+
+    def base() -> None:
+        drafter.base_logits(drafter.block_hidden(draft_context, anchor_tokens, anchors)).argmax(-1)
+
+    whole = _seconds(draft, repeats, device)
+    return whole if drafter.head is None else _seconds(base, repeats, device), whole
+
+
+@torch.inference_mode()
+def verify_cost(target: TransformersTarget, width: int, batch: int, context: int, repeats: int = 5) -> float:
+    """`verify` of a RoundCost for blocks of `width` tokens; with 0 of them, a round of plain decoding."""
+    device = target.device
     cache = target.new_cache(batch, context + width + 1)
     tokens = torch.ones(batch, width + 1, dtype=torch.int64, device=device)
     anchors = torch.full((batch,), context, dtype=torch.int64, device=device)
     counts = torch.full((batch,), width, dtype=torch.int64, device=device)
-    draft_context = _context(drafter, target, batch, context)
-
-    def draft() -> None:
-        propose(drafter, draft_context, tokens[:, 0], anchors, width, settings, streams)
-
-    def base() -> None:
-        drafter.base_logits(drafter.block_hidden(draft_context, tokens[:, 0], anchors)).argmax(-1)
 
     def verify() -> None:
         # Lengths alone decide what is attended to; the buffers hold zeros.
@@ -69,9 +87,7 @@ def round_cost(target: TransformersTarget, drafter: Drafter, batch: int, context
         states = target.forward(cache, tokens, counts + 1)
         verify_greedy(tokens[:, 1:], counts, target.logits(states.hidden.flatten(0, 1)).argmax(-1))
 
-    whole = _seconds(draft, repeats, device)
-    alone = whole if drafter.head is None else _seconds(base, repeats, device)
-    return RoundCost(batch, context, width, alone, whole, _seconds(verify, repeats, device))
+    return _seconds(verify, repeats, device)
 
 
 def _context(drafter: Drafter, target: TransformersTarget, batch: int, length: int) -> ContextCache:

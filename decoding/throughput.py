@@ -86,6 +86,16 @@ class ThroughputTable:
         """Of proposing blocks of `length` tokens for that many requests."""
         return self._by_requests(requests, [curve.block_seconds[length] for curve in self.curves])
 
+    def verify_seconds(self, requests: int, width: int) -> float:
+        """Of the target's pass over `width` draft tokens and the anchor of that many requests, drafting left out.
+
+        For blocks longer than the table's own, the last two points of each curve lead on.
+        """
+        each = [
+            max(float(_along(curve, np.array([curve.requests * (width + 1)]))[0]) - curve.draft_seconds[-1], 0.0) for curve in self.curves
+        ]
+        return self._by_requests(requests, each)
+
     def plain_seconds(self, requests: int) -> float:
         """Of a round of that many requests without a drafter."""
         return self._by_requests(requests, [curve.plain_seconds for curve in self.curves])
