@@ -22,8 +22,28 @@ def start_head(drafter: Drafter, model: str, device: torch.device) -> None:
     if drafter.head is None:
         return
     lm_head = drafter.target_head.lm_head.float() * drafter.target_head.family.logit_multiplier
-    hidden = next_hidden(model, lm_head.shape[0], device)
+    hidden = kept_states.of(model, lm_head.shape[0], device)
     drafter.head.start_from(hidden, lm_head, frequency_of(hidden, lm_head))
+
+
+class KeptStates:
+    """`next_hidden`, remembered where asked: the trials of a sweep that share a process all want the same."""
+
+    def __init__(self) -> None:
+        self.keep = False
+        self._last: tuple[tuple[str, int], Tensor] | None = None
+
+    def of(self, model: str, vocabulary: int, device: torch.device) -> Tensor:
+        key = (model, vocabulary)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1].to(device)
+        found = next_hidden(model, vocabulary, device)
+        if self.keep:
+            self._last = (key, found.cpu())
+        return found
+
+
+kept_states = KeptStates()
 
 
 @torch.inference_mode()
