@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "GLI
 
 
 @contextmanager
-def cluster(settings: ClusterSettings) -> Iterator[None]:
-    """A Ray connection for the time of the block."""
+def cluster(settings: ClusterSettings, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A Ray connection for the time of the block; `environment` is that of all its workers."""
     local = settings.address == "local"
     try:
         ray.init(
@@ -37,6 +37,7 @@ def cluster(settings: ClusterSettings) -> Iterator[None]:
             include_dashboard=False if local else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            runtime_env={"env_vars": dict(environment)} if environment else None,
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ActorError(

@@ -33,26 +33,31 @@ def wandb_mode() -> Literal["online", "offline"]:
     return "online" if "api.wandb.ai" in hosts else "offline"
 
 
+def open_run(tracking: TrackingConfig, folder: Path, run_id: str, **about: Any) -> Any:
+    """A W&B run beside any others that are open, its offline files in `folder`; one of the same id goes on."""
+    import wandb
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return wandb.init(
+        project=tracking.project,
+        id=run_id,
+        resume="allow",
+        reinit="create_new",
+        mode=tracking.mode or wandb_mode(),
+        dir=str(folder),
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        **about,
+    )
+
+
 @contextmanager
 def tracker(config: TrackingConfig, name: str, folder: Path, facts: dict[str, Any]) -> Iterator[Track]:
     """A function that logs a metrics row; the run keeps its id across resumes, being derived from its folder and facts."""
     if not config.enabled:
         yield lambda row: None
         return
-    import wandb
-
     run_id = hashlib.blake2b(f"{folder}\n{facts['manifest']}\n{facts['settings']}".encode(), digest_size=6).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        project=config.project,
-        name=name,
-        id=run_id,
-        resume="allow",
-        mode=config.mode or wandb_mode(),
-        dir=str(folder),
-        config=facts,
-        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-    )
+    run = open_run(config, folder, run_id, name=name, config=facts)
     try:
         yield lambda row: run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
     finally:
@@ -67,18 +72,8 @@ def log_table(
         return
     import wandb
 
-    folder.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        project=config.project,
-        name=name,
-        id=hashlib.blake2b(f"{folder}\n{title}".encode(), digest_size=6).hexdigest(),
-        resume="allow",
-        job_type="evaluate",
-        notes=note,
-        mode=config.mode or wandb_mode(),
-        dir=str(folder),
-        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
-    )
+    run_id = hashlib.blake2b(f"{folder}\n{title}".encode(), digest_size=6).hexdigest()
+    run = open_run(config, folder, run_id, name=name, job_type="evaluate", notes=note)
     try:
         run.log({title: wandb.Table(columns=list(columns), data=[[row.get(column) for column in columns] for row in rows])})
     finally:

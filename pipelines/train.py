@@ -3,6 +3,7 @@
 Resumes from its last checkpoint; a finished run with the same data and settings is not repeated.
 """
 
+import functools
 import sys
 import tempfile
 import time
@@ -16,25 +17,23 @@ from omegaconf import DictConfig
 from actors import checkpointing
 from actors.cluster import cluster, visible_gpus
 from actors.drafter import drafter_shapes
+from actors.export import export
 from actors.train_recipe import TrainRecipe, TrainSettings, recipe_facts
 from actors.training import Workers, run_training
 from pipelines.figures import heldout_figure, save, training_figure
-from pipelines.job import JobError, finish, launch, mendable, notices, progress
+from pipelines.job import finish, launch, mendable, notices, progress
 from pipelines.machine import git_revision
 from pipelines.machine_checks import usable_cores
 from pipelines.metrics_file import MetricsFile
 from pipelines.report import training_points
 from pipelines.report_data import TRAINING_TERMS
 from pipelines.signals import stop_on_sigterm
+from pipelines.sweep_choice import chosen_config
 from pipelines.target import describe
 from pipelines.tracking import tracker
 from pipelines.train_checks import check_disk, check_division, check_start, claim, make_recipe
 from pipelines.train_config import TrainJob
-from storage.checkpoint import DrafterFiles, save_drafter
-from storage.contract import DraftLayout
-from storage.errors import StorageError, StorageUnavailable
 from storage.manifest import Manifest
-from storage.object_store import ObjectStore
 
 STOPPED = 128 + 15
 """Exit code of a run that SIGTERM ended."""
@@ -43,7 +42,7 @@ STOPPED = 128 + 15
 @hydra.main(config_path="../conf", config_name="train", version_base=None)
 @mendable
 def main(cfg: DictConfig) -> None:
-    job = TrainJob.from_config(cfg)
+    job = TrainJob.from_config(chosen_config(cfg) if "sweep" in cfg else cfg)
     store = job.open_store()
     target = job.target.resolve(notices.print)
     recipe, workers = make_recipe(job, target, store), workers_of(job)
@@ -69,7 +68,7 @@ def main(cfg: DictConfig) -> None:
     if not now.finished(settings):
         notices.print(f"[yellow]stopped[/] at step {now.step} of {settings.steps}: run the same command again to go on")
         sys.exit(STOPPED)
-    drafter, exported = export(recipe, store.child(f"{job.places.run(job.run.name)}/drafter"))
+    drafter, exported = export(recipe, functools.partial(notices.print, markup=False))
     seconds = time.perf_counter() - started
     last = metrics.latest()
     manifest = Manifest.current(recipe.cache) if recipe.follow else Manifest.load(recipe.cache, recipe.manifest_hash)
@@ -168,40 +167,6 @@ def _note(row: dict[str, Any]) -> str:
         parts.append(f"{row['samples_per_second']:.1f} samples/s, {row['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"data wait {row['data_wait_share']:.1%}")
     return "; ".join(filter(None, parts))
-
-
-def export(recipe: TrainRecipe, destination: ObjectStore) -> tuple[ObjectStore, int]:
-    """The drafter as a plain folder (weights, config, contract), and the step that its weights are of."""
-    saved = chosen(recipe)
-    save_drafter(
-        destination,
-        DrafterFiles(
-            tensors=saved.exported,
-            config=recipe.drafter.to_dict(),
-            contract=recipe.contract,
-            layout=DraftLayout(recipe.drafter.layout, recipe.drafter.block_length, recipe.drafter.mask_token_id),  # type: ignore[arg-type]
-        ),
-    )
-    return destination, saved.standing.step
-
-
-def chosen(recipe: TrainRecipe) -> checkpointing.Saved:
-    """The checkpoint to export: the best or the last one; the last where there is no intact best one.
-
-    Raises:
-        JobError, StorageError: there is none.
-    """
-    try:
-        best = checkpointing.load(recipe.run, "best") if recipe.settings.export == "best" else None
-    except StorageUnavailable:
-        raise
-    except StorageError as error:
-        notices.print(f"{error}: the last checkpoint is exported", markup=False)
-        best = None
-    saved = best or checkpointing.load(recipe.run)
-    if saved is None:
-        raise JobError(f"{recipe.run.settings.root} holds no checkpoint to export")
-    return saved
 
 
 if __name__ == "__main__":

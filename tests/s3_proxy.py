@@ -60,6 +60,8 @@ class Proxy:
     kinds: tuple[str, ...] = KINDS
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     hits: Counter[str] = field(default_factory=Counter)
+    fetched: Counter[str] = field(default_factory=Counter)
+    """Bytes that GET requests were answered with, by path."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def choose(self, method: str, path: str) -> Fault:
@@ -139,6 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
             spoiled[len(spoiled) // 2] ^= 4
             body = bytes(spoiled)
         status, headers, answer = self._forward(found.upstream, body)
+        if self.command == "GET":
+            with found.lock:
+                found.fetched[urlsplit(self.path).path] += len(answer)
         if kind == "killed after":
             kill_client(self.client_address[1])
         if kind in ("lost", "killed after"):
