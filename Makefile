@@ -10,7 +10,7 @@ ARGS ?=
 
 DRAFTERS := dspark_markov dspark_rnn dflash eagle3 mtp1
 
-.PHONY: help setup demo clean-demo plan corpus drafters prepare regenerate cache train evaluate calibrate profile simulate doctor test test-all lint format
+.PHONY: help setup demo clean-demo plan corpus drafters prepare regenerate cache train sweep evaluate calibrate profile simulate doctor test test-all lint format
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -61,6 +61,9 @@ drafters: setup ## from nothing, SmolLM2's answers to PROMPTS (else the bundled 
 	$(RUN) -m pipelines.cache "$${common[@]}" cache.max_length=1024 cache.keep_truncated=true cache.last_hidden_rows=all && \
 	$(RUN) benchmarks/compare_drafters.py --output outputs/drafters --corpus $(or $(CORPUS),bundled) --experiments $(DRAFTERS) --seeds 0 \
 		--set drafter.block_length=7 --out benchmarks/results/compare_drafters.json $(ARGS)
+
+sweep: setup ## drafters over rank x block length on MODEL's cache, with a dashboard (ARGS='+experiment=NAME' for another space)
+	@$(RUN) -m pipelines.sweep 'target=$(MODEL)' $(if $(findstring experiment=,$(ARGS)),,+experiment=rank_by_block) $(ARGS)
 
 doctor: setup ## what this machine can do, and what is missing
 	@$(RUN) -m pipelines.doctor $(ARGS)
