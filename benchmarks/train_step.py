@@ -1,6 +1,6 @@
 """One training step of a DSpark drafter on the CPU: its time and memory against full logits, over anchors, and shared by two workers.
 
-    python benchmarks/train_step.py                                    # all parts; some six minutes on two idle cores
+    python benchmarks/train_step.py                                    # all parts; some ten minutes on two idle cores
     python benchmarks/train_step.py --part full_logits                 # or anchors, workers: the other parts' figures stay as they are
     python benchmarks/train_step.py --profile                          # torch's own profile of one step
 
@@ -24,6 +24,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -246,6 +247,7 @@ def workers(shape: Shape) -> dict[str, Any]:
 def share(rank: int, world: int, shape: Shape, place: str) -> None:
     """One worker's part of a step: its sequences, in micro-batches where there are several workers."""
     torch.set_num_threads(shape.threads)
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers")  # of DDP, about a name that is to come
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=world)
     torch.manual_seed(0)
     drafter, device = make_drafter(shape), torch.device("cpu")
