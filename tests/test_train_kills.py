@@ -214,7 +214,7 @@ def test_the_driver_killed_three_times(shop: Workshop, undisturbed: bytes) -> No
         os.kill(process.pid, signal.SIGKILL)
         kill(family if whole_family else [])
         assert process.wait() == -signal.SIGKILL
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=180)
         assert alive == [], "Ray and its workers go with the driver"
         steps.append(step_of(shop, "killed"))
     assert sorted(steps) == steps
