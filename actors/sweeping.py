@@ -130,9 +130,7 @@ def run_trials(
         tune.Tuner(
             tune.with_resources(train_trial, _resources(workers)),
             tune_config=tune.TuneConfig(
-                metric=OBJECTIVE,
-                mode="max",
-                search_alg=search,
+                search_alg=search,  # it and the scheduler know the metric
                 scheduler=FIFOScheduler() if halving is None else _asha(halving, steps, before),
                 num_samples=-1,
                 reuse_actors=True,
