@@ -164,7 +164,7 @@ def _tiles(facts: SweepFacts, found: Sequence[Result], best: Result | None, seco
     tiles.append(Tile("trials", f"{ended} of {planned}", f"{sum(bool(result.trial.failures) for result in found)} had a failure"))
     tiles.append(Tile("read from the store", _bytes(store), f"{_bytes(disk)} more from the nodes' disks"))
     spent = sum(result.record.seconds for result in found)
-    tiles.append(Tile("time", duration(seconds), f"trials took {duration(spent)}"))
+    tiles.append(Tile("time", _clock(seconds), f"trials took {duration(spent)}"))
     return tiles
 
 
@@ -194,16 +194,21 @@ def _figures(facts: SweepFacts, found: Sequence[Result], serving: bool) -> list[
 
 
 def _columns(facts: SweepFacts, serving: bool) -> list[Column]:
-    names = ["τ", "step", *(["tokens/s", "× plain", "draft ms"] if serving else []), "weights", "time", "from store"]
+    names = ["step", *(["tokens/s", "× plain", "draft ms"] if serving else []), "weights", "time", "from store"]
     dimensions = [Column(path.removeprefix("drafter.").removeprefix("train."), True) for path in facts.dimensions]
-    return [Column("trial", False), Column("state", False), *dimensions, *(Column(name, True) for name in names)]
+    return [Column("trial", False), Column("τ", True), Column("state", False), *dimensions, *(Column(name, True) for name in names)]
 
 
 def _row(facts: SweepFacts, result: Result, best: Result | None, serving: bool) -> Row:
     trial, record, cost = result.trial, result.record, result.trial.cost
     values = [trial.values[path] for path in facts.dimensions]
-    cells = [Cell(trial.name, trial.name), Cell(trial.outcome, trial.outcome), *(Cell(shown(value), str(value)) for value in values)]
-    cells += [_cell(result.tau, "{:.3f}"), _cell(record.step or None, "{:,}")]
+    cells = [
+        Cell(trial.name, trial.name),
+        _cell(result.tau, "{:.3f}"),
+        Cell(trial.outcome, trial.outcome),
+        *(Cell(shown(value), str(value)) for value in values),
+    ]
+    cells.append(_cell(record.step or None, "{:,}"))
     if serving:
         cells += [
             _cell(result.speed, "{:,.1f}"),
@@ -211,7 +216,7 @@ def _row(facts: SweepFacts, result: Result, best: Result | None, serving: bool) 
             _cell(None if cost is None else 1000 * cost.draft, "{:.1f}"),
         ]
     cells.append(_cell(trial.parameters / 1e6, "{:.2f} M"))
-    cells.append(Cell(duration(record.seconds), f"{record.seconds:.1f}") if record.starts else Cell("–", ""))
+    cells.append(Cell(_clock(record.seconds), f"{record.seconds:.1f}") if record.starts else Cell("–", ""))
     cells.append(Cell(_bytes(record.total("store_bytes")), str(int(record.total("store_bytes")))))
     is_best = best is not None and best.trial.name == trial.name
     return Row(trial.name, trial.outcome, is_best, cells, trial.command)
@@ -240,6 +245,12 @@ def _cell(value: float | None, form: str) -> Cell:
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
+
+
+def _clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `1:02:03`."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def _bytes(count: float) -> str:

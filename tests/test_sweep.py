@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -628,10 +629,27 @@ def test_the_page_needs_nothing_from_outside_and_shows_every_trial(tmp_path: Pat
     assert not {"link", "img", "iframe"} & set(page.tags)
     assert "://" not in re.sub(r"http://www\.w3\.org\S*", "", (tmp_path / "index.html").read_text())
     cells = [row for row in page.rows if row]
-    assert {row[0]: row[1] for row in cells} == {name: result.trial.outcome for name, result in found.items()}
+    assert {row[0]: row[2] for row in cells} == {name: result.trial.outcome for name, result in found.items()}
     assert "<script>alert(1)</script> & died" in page.text, "what failed is told, as text"
     assert page.tags.count("script") == 1
     assert "location.reload" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
+def test_the_table_sorts_in_a_browser(tmp_path: Path) -> None:
+    facts, found = made_up(running=False)
+    path = write_dashboard(facts, found, tmp_path, 60, 0, final=False)
+    click = "<script>document.querySelectorAll('#trials th button')[1].click()</script></body>"
+    path.write_text(path.read_text().replace("</body>", click))
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom", f"file://{path}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    page = Page()
+    page.feed(shown)
+    taus = [row[1] for row in page.rows if row]
+    scored = [float(tau) for tau in taus if tau]
+    assert scored == sorted(scored, reverse=True)
+    assert taus[-1] == "", "what has no figure comes last"
+    assert 'aria-sort="descending"' in shown
 
 
 def test_the_finished_page_stays_as_it_is_and_leaves_pictures(tmp_path: Path) -> None:
