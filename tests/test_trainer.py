@@ -19,18 +19,20 @@ from tiny_models import HIDDEN, LAYERS, VOCABULARY, write_tiny_model
 from actors import batches
 from actors.batches import to_tensors
 from actors.errors import ActorError
+from actors.export import export
 from actors.optimization import schedule
 from actors.train_recipe import CHECKPOINTS, TrainRecipe, TrainSettings
 from actors.trainer import Worker
 from drafters.batch import SampleTensors
 from drafters.config import config_from_target
 from drafters.losses import LossWeights
-from storage.checkpoint import load_checkpoint
+from storage.checkpoint import load_checkpoint, load_drafter
 from storage.commits import Commit, lease_id, write_commit
 from storage.contract import Capture, Contract, ensure_contract
 from storage.errors import CorruptShard, StorageError
 from storage.manifest import Manifest, split_manifest
 from storage.object_store import ObjectStore, StorageSettings
+from storage.reader import SampleReader
 from storage.sample import Sample, supervised_rows
 from storage.shard import ShardWriter, encode_sample
 from storage.target_files import read_model_config
@@ -195,6 +197,30 @@ def test_a_finished_run_is_left_alone(make: Make) -> None:
     again = Recording(recipe)
     again.run()
     assert again.rows == []
+
+
+def test_training_on_some_of_the_cached_layers_is_training_on_a_cache_of_these(make: Make, cache: ObjectStore, tmp_path: Path) -> None:
+    layers = (1, 5)
+    whole, smaller = contract(), ObjectStore(StorageSettings(str(tmp_path / "smaller")))
+    cut = replace(whole, capture=replace(whole.capture, layer_ids=layers))
+    ensure_contract(smaller, cut)
+    manifest = Manifest.load(cache)
+    planes = [LAYER_IDS.index(layer) for layer in layers]
+    with SampleReader(cache, whole, manifest) as reader, ShardWriter(smaller, cut, 60_000) as writer:
+        for sample in reader.stream(range(len(manifest))):
+            kept = replace(sample, context=sample.context[planes])
+            writer.add(encode_sample(kept, cut), sample.row_id, int(sample.row_id.removeprefix("row-")))
+        shards = writer.close()
+    write_commit(smaller, Commit(lease_id(0, ROWS), 1, 0, ROWS, tuple(shards)))
+    Manifest.current(smaller).save(smaller)
+    drafter = replace(make().drafter, captured_layers=len(layers))
+    # All rows in one batch: the two caches' shards, and so their reading orders, differ.
+    recipe = replace(make("some", global_batch=ROWS - 2, micro_batch=1, steps=2), drafter=drafter, layers=layers)
+    alone = replace(make("alone", cache=smaller, global_batch=ROWS - 2, micro_batch=1, steps=2), contract=cut, drafter=drafter)
+    ours, theirs = trained(recipe), trained(alone)
+    close(ours, theirs)
+    where, _ = export(recipe, print)
+    assert load_drafter(where).contract == cut
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
