@@ -197,13 +197,13 @@ def rollouts_of(kind, rollouts, top_p=1.0, top_k=0):
     return generations, observed, exact
 
 
-CUT = [(1.0, 0), (0.7, 3)]
+CUT = [(1.0, 0), (0.9, 3)]
 EVERY = ["plain", *DRAFTERS]
 
 
 @pytest.mark.parametrize(
     ("kind", "top_p", "top_k"),
-    [("plain", 1.0, 0), ("markov", 1.0, 0), ("eagle3", 1.0, 0), ("eagle3 small", 1.0, 0), ("mtp1", 1.0, 0), ("markov", 0.7, 3)],
+    [("plain", 1.0, 0), ("markov", 1.0, 0), ("eagle3", 1.0, 0), ("eagle3 small", 1.0, 0), ("mtp1", 1.0, 0), ("markov", 0.9, 3)],
 )
 def test_sampled_sequences_have_the_targets_distribution(kind, top_p, top_k):
     check_distribution(kind, 30_000, top_p, top_k)
@@ -225,7 +225,7 @@ def check_distribution(kind, rollouts, top_p, top_k):
     if kind != "plain":
         block = max(r.drafted for g in generations for r in g.rounds)  # an MTP-1 drafter has one slot
         accepted = {r.accepted for g in generations for r in g.rounds if r.drafted == block}
-        assert accepted >= (set(range(block + 1)) if (top_p, top_k) == (1.0, 0) else {0, 1})
+        assert accepted == set(range(block + 1)), "everything from a first rejection to a whole block came up"
     print(f"{kind}, top_p {top_p}, top_k {top_k}: {rollouts} rollouts, p = {p_value:.3g}")
     return p_value
 
