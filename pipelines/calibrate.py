@@ -311,7 +311,7 @@ def domain_qualities(rounds: RecordedRounds, calibrator: Calibrator, bins: int) 
         if len(own):
             positions = position_quality(own, calibrator, bins)
             quality = mean_quality(len(own), positions)
-            found.append(DomainQuality(domain, quality, positions, drifting(quality)))
+            found.append(DomainQuality(domain, quality, positions, drifting(quality), diagram(domain, own, own.tried, calibrator, bins)))
     return found
 
 
@@ -323,16 +323,20 @@ def acceptance(rounds: RecordedRounds) -> tuple[float, ...]:
 
 def reliabilities(rounds: RecordedRounds, calibrator: Calibrator, bins: int) -> list[Reliability]:
     """A diagram of each position, before and after scaling."""
+    slots = np.arange(rounds.block)
+    return [diagram(f"position {k + 1}", rounds, rounds.tried & (slots == k), calibrator, bins) for k in slots.tolist()]
+
+
+def diagram(label: str, rounds: RecordedRounds, counted: np.ndarray, calibrator: Calibrator, bins: int) -> Reliability:
+    """Of the prefixes that count ([N, g] bool, all of them tried)."""
     confidence = np.where(rounds.tried, rounds.confidence, 0.5)
-    series = [one.survival(confidence) for one in (Calibrator.identity(rounds.block), calibrator)]
 
-    def diagram(values: np.ndarray, k: int) -> tuple[Bin, ...]:
-        tried = rounds.tried[:, k]
-        found = reliability(values[tried, k], rounds.survived[tried, k], bins)
+    def binned(one: Calibrator) -> tuple[Bin, ...]:
+        found = reliability(one.survival(confidence)[counted], rounds.survived[counted], bins)
         filled = zip(found.counts.tolist(), found.predicted.tolist(), found.observed.tolist(), strict=True)
-        return tuple(Bin(*one) for one in filled if one[0])
+        return tuple(Bin(*values) for values in filled if values[0])
 
-    return [Reliability(k + 1, *(diagram(values, k) for values in series)) for k in range(rounds.block)]
+    return Reliability(label, binned(Calibrator.identity(rounds.block)), binned(calibrator))
 
 
 def shorter_lengths(config: CalibrateConfig, block: int) -> list[int]:

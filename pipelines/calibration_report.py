@@ -21,6 +21,7 @@ class DomainQuality:
     quality: MeanQuality
     positions: Sequence[PositionQuality]
     drifts: bool
+    diagram: Reliability
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def calibration_page(found: CalibrationFindings) -> Page:
             Section(
                 "domains",
                 "By domain",
-                "One set of temperatures serves all domains. A domain drifts where chance does not explain its error, by over one point.",
+                "One set of temperatures serves all domains. A domain drifts where chance does not explain its error, by over one point. "
+                "The diagrams hold the prefixes of all positions together.",
+                reliability_figure([one.diagram for one in found.domains]),
+                "Observed against predicted survival by domain",
                 tables=[_domain_table(found.domains)],
             ),
             *(shorter if found.shorter else []),

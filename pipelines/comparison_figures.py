@@ -147,7 +147,7 @@ def threshold_figure(sweeps: Sequence[Sweep]) -> Figure:
 
 @styled
 def reliability_figure(diagrams: Sequence[Reliability]) -> Figure:
-    """Observed against predicted survival, one panel a position (the paper's figure 6); the size of a mark follows its number of rounds."""
+    """Observed against predicted survival, one panel a diagram (the paper's figure 6); the size of a mark follows its number of rounds."""
     columns = min(len(diagrams), 4)
     rows = -(-len(diagrams) // columns)
     figure = Figure(figsize=(2.45 * columns, 2.5 * rows + 0.3))
@@ -164,7 +164,7 @@ def reliability_figure(diagrams: Sequence[Reliability]) -> Figure:
             panel.plot(predicted, observed, color=colour, linewidth=1.4, alpha=0.8, label=LABELS[index])
             sizes = [6 + 70 * one.rounds / most for one in bins]
             panel.scatter(predicted, observed, s=sizes, color=colour, alpha=0.55, linewidths=0, marker=MARKERS[index])
-        panel.set(title=f"position {diagram.position}", xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        panel.set(title=diagram.label, xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
         if k % columns == 0:
             panel.set_ylabel("observed")
         if k // columns == rows - 1:

@@ -338,9 +338,9 @@ class Bin:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Survival of the draft prefix up to a position, by bins that hold any round, before and after temperature scaling."""
+    """Survival of draft prefixes, by bins that hold any round, before and after temperature scaling; `label` says which prefixes."""
 
-    position: int
+    label: str
     before: tuple[Bin, ...]
     after: tuple[Bin, ...]
 

@@ -67,6 +67,7 @@ def test_calibrate_records_fits_and_reports(shop: ServingShop, here: Here) -> No
     text = is_page(result["report"])
     assert "few" in text
     assert "Shorter blocks" in text
+    assert (Path(result["report"]).parent / "figures" / "domains.svg").is_file()
     assert "position 3" in text
 
     # What was decoded is taken over; the same rounds from their file give the same temperatures.
@@ -89,12 +90,16 @@ def test_evaluation_shows_the_reliability_that_was_measured(shop: ServingShop, h
     assert "Reliability of the confidence" in is_page(str(page))
     assert page.with_name("figures").joinpath("reliability.svg").is_file()
     report = json.loads(page.with_name("report.json").read_text())
-    assert [one["position"] for one in report["reliability"]] == [1, 2, 3]
+    assert [one["label"] for one in report["reliability"]] == ["position 1", "position 2", "position 3"]
     calibrated = json.loads((shop.stored / "runs" / "first" / "calibration" / "calibrate.json").read_text())
     for one, position in zip(report["reliability"], calibrated["positions"], strict=True):
         assert sum(bin_["rounds"] for bin_ in one["after"]) == position["trials"]
         gaps = sum(bin_["rounds"] * abs(bin_["predicted"] - bin_["observed"]) for bin_ in one["after"])
         assert gaps / position["trials"] == pytest.approx(position["ece_after"])
+    for domain in calibrated["domains"]:
+        for when in ("before", "after"):
+            seen = sum(bin_["rounds"] for bin_ in domain["diagram"][when])
+            assert seen == sum(position["trials"] for position in domain["positions"])
     colder, _ = ok(here, "evaluate", [*given, *more, "evaluate.temperature=0"])
     assert "Reliability of the confidence" not in is_page(colder["report"]), "calibrated at another temperature"
 

@@ -146,8 +146,8 @@ def made_up(title: str = "SmolLM2-135M with a DSpark drafter") -> EvaluationRepo
             StageTime("evaluate", 96),
         ),
         reliability=(
-            Reliability(1, (Bin(900, 0.55, 0.41), Bin(500, 0.85, 0.7)), (Bin(800, 0.42, 0.41), Bin(600, 0.7, 0.71))),
-            Reliability(2, (Bin(1400, 0.5, 0.31),), ()),
+            Reliability("position 1", (Bin(900, 0.55, 0.41), Bin(500, 0.85, 0.7)), (Bin(800, 0.42, 0.41), Bin(600, 0.7, 0.71))),
+            Reliability("position 2", (Bin(1400, 0.5, 0.31),), ()),
         ),
         samples=(
             sample("math", "A basket holds 24 apples. Maria takes 7 and Tom puts 5 back. How many are in it?", ANSWER, 3, 0.72),
