@@ -97,7 +97,7 @@ class Trials(Protocol):
 
     def finished(self, name: str, objective: float) -> None: ...
 
-    def stopped(self, name: str, objective: float) -> None:
+    def stopped(self, name: str, objective: float, step: int) -> None:
         """Others do better at this step: it does not go on."""
         ...
 
@@ -248,7 +248,10 @@ class _Search(Searcher):
         name = self.live.pop(trial_id, None)
         if name is None or error or not result or OBJECTIVE not in result:
             return
-        (self.trials.finished if result.get("finished") else self.trials.stopped)(name, result[OBJECTIVE])
+        if result.get("finished"):
+            self.trials.finished(name, result[OBJECTIVE])
+        else:
+            self.trials.stopped(name, result[OBJECTIVE], result[STEP])
 
 
 class _Events(Callback):

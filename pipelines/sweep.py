@@ -39,6 +39,7 @@ from pipelines.sweep_trials import (
     write_facts,
 )
 from pipelines.train import STOPPED
+from storage.errors import StorageUnavailable
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore
 from storage.places import Places
@@ -57,7 +58,8 @@ def main(cfg: DictConfig) -> None:
         show_best(job)
         return
     if job.mode == "resume":
-        typed = [*read_facts(job.folder).overrides, *(each for each in typed if not each.startswith(("mode=", "sweep.name=")))]
+        before = read_facts(job.folder).overrides
+        typed = [*before, *(each for each in typed if not each.startswith(("mode=", "sweep.name=")) and each not in before)]
         cfg = compose("sweep", typed)
         job = SweepJob.from_config(cfg)
     run(job, cfg, typed)
@@ -152,7 +154,13 @@ class Watch:
         if began < self._next and not final:
             return False
         self.sweep.book.seconds = seconds = self.before + began - self.started
-        self.found = results(self.sweep.book, self.store, self.job.places, self.found)
+        try:
+            self.found = results(self.sweep.book, self.store, self.job.places, self.found)
+        except StorageUnavailable:
+            if final:
+                raise
+            self._next = began + self.job.sweep.refresh_seconds  # trials bear an outage by themselves: so does looking at them
+            return False
         refresh = 0 if final else max(round(self.job.sweep.refresh_seconds), 1)
         write_dashboard(self.facts, self.found, self.job.folder, seconds, refresh, final)
         if not final:
@@ -284,7 +292,7 @@ def show_best(job: SweepJob) -> None:
     found = results(Book.open(job.folder), facts.store, Places(facts.target, facts.corpus), {})
     best = best_of(found.values(), facts.objective)
     if best is None:
-        raise JobError(f"no trial of {facts.name} is finished yet: `python -m pipelines.sweep --resume sweep={facts.name}` goes on")
+        raise JobError(f"no trial of {facts.name} is finished yet: `{facts.resuming}` goes on")
     finish(
         f"best of sweep {facts.name} by {facts.objective}",
         {
@@ -292,8 +300,8 @@ def show_best(job: SweepJob) -> None:
             "values": ", ".join(f"{path}={value}" for path, value in best.trial.values.items()),
             "figures": judged(best),
             "drafter": best.record.drafter,
-            "train it longer": f"python -m pipelines.train +experiment=from_sweep sweep={facts.name} trial=best train.steps=NUMBER",
-            "evaluate it": f"python -m pipelines.evaluate run={best.trial.run}",
+            "train it longer": facts.longer,
+            "evaluate it": facts.evaluating(best.trial),
         },
         as_row(best),
         job.folder / "best.json",

@@ -39,7 +39,7 @@ def _chosen(output: Path, sweep: str, name: str) -> Trial:
     if name == BEST:
         best = best_of(results(book, facts.store, Places(facts.target, facts.corpus), {}).values(), facts.objective)
         if best is None:
-            raise JobError(f"no trial of {sweep} is finished yet: `python -m pipelines.sweep --resume sweep={sweep}` goes on")
+            raise JobError(f"no trial of {sweep} is finished yet: `{facts.resuming}` goes on")
         return best.trial
     if name not in book.trials:
         raise JobError(f"sweep {sweep} has no trial {name!r}. There are: {', '.join(book.trials)}, and `best`")

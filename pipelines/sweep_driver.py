@@ -155,10 +155,10 @@ class Sweep:
         self._note(name, "finished")
         self._proposals.told(self._points[name], objective)
 
-    def stopped(self, name: str, objective: float) -> None:
+    def stopped(self, name: str, objective: float, step: int) -> None:
         if self.stop.is_set():  # the whole sweep is: this trial goes on when the sweep does
             return
-        self._note(name, "stopped", f"others did better at step {self._record(name).step}")
+        self._note(name, "stopped", f"others did better at step {step}")
         self._proposals.told(self._points[name], objective)
 
     def failed(self, name: str, error: str, given_up: bool) -> None:

@@ -224,14 +224,11 @@ def _row(facts: SweepFacts, result: Result, best: Result | None, serving: bool) 
 
 def _commands(facts: SweepFacts, best: Result | None) -> list[tuple[str, str]]:
     found = [
-        ("Go on where it was:", f"python -m pipelines.sweep --resume sweep={facts.name}"),
-        (
-            "Train the best one longer:",
-            f"python -m pipelines.train +experiment=from_sweep sweep={facts.name} trial=best train.steps=NUMBER",
-        ),
+        ("Go on where it was:", facts.resuming),
+        ("Train the best one longer:", facts.longer),
     ]
     if best is not None:
-        found.append(("Evaluate it:", f"python -m pipelines.evaluate run={best.trial.run}"))
+        found.append(("Evaluate it:", facts.evaluating(best.trial)))
     return found
 
 

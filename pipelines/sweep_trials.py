@@ -1,6 +1,7 @@
 """What is known of a sweep and each of its trials: two files in the sweep's folder, and the records in the trials' own."""
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +47,26 @@ class SweepFacts:
     @property
     def store(self) -> ObjectStore:
         return ObjectStore(StorageSettings(**self.storage))
+
+    @property
+    def resuming(self) -> str:
+        """The command that goes on with the sweep."""
+        return self._command("pipelines.sweep", ("output",), "--resume", f"sweep={self.name}")
+
+    @property
+    def longer(self) -> str:
+        """The command that trains the best trial longer."""
+        options = ("+experiment=from_sweep", f"sweep={self.name}", "trial=best", "train.steps=NUMBER")
+        return self._command("pipelines.train", ("output",), *options)
+
+    def evaluating(self, trial: "Trial") -> str:
+        """The command that evaluates a trial's drafter."""
+        return self._command("pipelines.evaluate", ("output", "target", "corpus", "storage"), f"run={trial.run}")
+
+    def _command(self, job: str, groups: tuple[str, ...], *options: str) -> str:
+        """With those of the sweep's own options that say where things are."""
+        kept = [each for each in self.overrides if each.partition("=")[0].partition(".")[0] in groups]
+        return shlex.join(["python", "-m", job, *options, *kept])
 
 
 @dataclass

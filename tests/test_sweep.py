@@ -182,6 +182,16 @@ def test_a_trial_is_trained_longer(swept: Swept) -> None:
     assert {key for key, value in facts["settings"].items() if value != before["settings"][key]} == {"steps"}
 
 
+def test_the_commands_on_the_page_find_the_sweep_from_anywhere(swept: Swept, here: Here) -> None:
+    shown = [line for line in Page.of(swept.folder / "index.html").codes if "from_sweep" in line or "--resume" in line]
+    assert len(shown) == 2
+    for command in shown:
+        words = shlex.split(command)
+        assert f"output={swept.shop.output}" in words
+    longer = shlex.split(shown[1].replace("NUMBER", "8").replace("trial=best", "trial=nosuch"))
+    assert NAMES[0] in here.refused("train", longer[3:])
+
+
 def test_wandb_has_the_trials_as_one_group_and_a_summary(swept: Swept) -> None:
     runs = offline_runs(swept.folder)
     assert {run["name"] for run in runs} == {*NAMES, "first"}
@@ -549,6 +559,7 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.tags: list[str] = []
         self.rows: list[list[str]] = []
+        self.codes: list[str] = []
         self.text = ""
 
     @classmethod
@@ -562,6 +573,8 @@ class Page(HTMLParser):
         self.links += [
             value or "" for name, value in attrs if name in ("src", "href", "action", "xlink:href") and not (value or "").startswith("#")
         ]
+        if tag == "code":
+            self.codes.append("")
         if tag == "tr":
             self.rows.append([])
         if tag == "td":
@@ -569,6 +582,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.codes and not self.codes[-1]:
+            self.codes[-1] = data
 
 
 def made_up(count: int = 6, name: str = "made_up", running: bool = True) -> tuple[SweepFacts, dict[str, Result]]:
