@@ -39,11 +39,15 @@ class Manifest:
     Args:
         table: columns row_id, index, shard, offset, length, crc32, tokens, supervised.
         leases: ids of the commits that it covers; tally: the sums over them.
+        as_written: the table is that of another manifest, so it is in order; to sort a million rows again takes time and memory.
     """
 
-    def __init__(self, table: pa.Table, leases: Iterable[str], tally: Tally | None = None) -> None:
+    def __init__(self, table: pa.Table, leases: Iterable[str], tally: Tally | None = None, as_written: bool = False) -> None:
         self.leases = tuple(sorted(leases))
         self.tally = tally or Tally()
+        if as_written:
+            self.table = table
+            return
         # One chunk a column, so that a lookup is an offset; stable order whatever the order of the commits was.
         self.table = table.cast(_COLUMNS).sort_by("index").unify_dictionaries().combine_chunks()
         distinct = pc.count_distinct(self.table["row_id"]).as_py()
@@ -213,7 +217,7 @@ def read_manifest(store: ObjectStore, key: str) -> Manifest:
     """The manifest of that key; StorageError where it is damaged."""
     leases, tally, expected = _head(store, key)
     try:
-        manifest = Manifest(pa.ipc.open_file(pa.BufferReader(store.get(key))).read_all(), leases, tally)
+        manifest = Manifest(pa.ipc.open_file(pa.BufferReader(store.get(key))).read_all(), leases, tally, as_written=True)
         intact = manifest.hash == expected
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StorageError(f"{store.url(key)} is truncated or damaged ({error}). Delete it: the commits say the same") from error

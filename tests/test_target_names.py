@@ -17,6 +17,7 @@ from pipelines.job import Job, JobError
 from pipelines.plan import PlanJob
 from pipelines.prepare import PrepareJob
 from pipelines.regenerate import RegenerateJob
+from pipelines.sweep_config import SweepJob, grid, trial_config
 from pipelines.target import UnknownTarget, as_overrides, default_layer_ids, known_targets, mask_token_id
 from pipelines.train_config import TrainJob
 
@@ -33,7 +34,9 @@ SHAPE = {
     "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "vocab_size": 512, "captured_layers": 5, "mask_token_id": 1, "qk_norm": True, "activation": "silu"
 }  # fmt: skip
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SWEEPS = ["rank_by_block"]
+FROM_A_SWEEP = "from_sweep"  # composes with what a trial was trained with: tests/test_sweep.py
+EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - {*SWEEPS, FROM_A_SWEEP})
 
 
 def names(arguments: list[str]) -> dict[str, str]:
@@ -194,6 +197,20 @@ def test_every_experiment_composes_for_every_target(experiment: str, target: str
         assert (settings.learning_rate, settings.global_batch, settings.anchors, job.train.epochs) == (6e-4, 512, 512, 10)
         assert (settings.warmup, settings.clip, settings.weight_decay, settings.schedule) == (0.04, 1.0, 0.0, "cosine")
         assert job.drafter.num_layers == (1 if shape.chain else 5)
+
+
+@pytest.mark.parametrize("target", known_targets())
+@pytest.mark.parametrize("experiment", SWEEPS)
+def test_every_sweep_composes_for_every_target(experiment: str, target: str) -> None:
+    cfg = composed("sweep", [f"target={target}", f"+experiment={experiment}"])
+    job = SweepJob.from_config(cfg)
+    assert job.sweep.name == experiment
+    points = grid(job.sweep.space)
+    assert len(points) == 20
+    for point in points:
+        trial = TrainJob.from_config(trial_config(cfg, point, "trial"))
+        assert {f"drafter.{name}": getattr(trial.drafter, name) for name in ("head_rank", "block_length")} == dict(point.values)
+        assert trial.train.decay == pytest.approx(4 / 7 * trial.drafter.block_length)
 
 
 @pytest.mark.parametrize("config", JOBS)
