@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.ledger import Lease, LeaseResult, Ledger, LedgerSettings
+from storage.commits import read_commits
 from storage.manifest import Manifest
 from storage.object_store import ObjectStore, StorageSettings
 from storage.shard import Entry, ShardInfo
@@ -41,12 +42,14 @@ def main() -> None:
         store = ObjectStore(StorageSettings(folder))
         result = {"rows": args.rows, "lease_rows": args.lease_rows, "producers": args.producers, "batch": args.batch}
         note(result, fill(store, args))
-        note(result, {"ledger_opens": apart(open_ledger, store, args.rows, args.lease_rows)})
-        note(result, {"manifest_opens": apart(open_manifest, store, args.rows // 2)})
+        behind = len(read_commits(store, known=Manifest.load(store).leases))
+        note(result, {"commits_since_manifest": behind, "ledger_opens_midway": apart(open_ledger, store, args.rows, args.lease_rows)})
         for key in store.list("manifest-"):
             store.delete(key)
         note(result, {"ledger_opens_without_manifest": apart(open_ledger, store, args.rows, args.lease_rows)})
         note(result, {"manifest_compacts_all_commits": apart(compact, store)})
+        note(result, {"ledger_opens": apart(open_ledger, store, args.rows, args.lease_rows)})
+        note(result, {"manifest_opens": apart(open_manifest, store, args.rows // 2)})
     write_json(args.out, result)
     print(json.dumps(result, indent=2))
 
