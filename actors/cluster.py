@@ -49,14 +49,14 @@ def cluster(settings: ClusterSettings, environment: Mapping[str, str] | None = N
         ray.shutdown()
 
 
-def visible_gpus(settings: ClusterSettings) -> int:
-    """This machine's GPUs, or those of all nodes of the cluster that is to be joined."""
-    if settings.address == "local":
-        import torch  # here, since the ledger's process has no need of it
-
-        return torch.cuda.device_count()
-    with cluster(settings):
-        return int(ray.cluster_resources().get("GPU", 0))
+def cluster_room(settings: ClusterSettings) -> tuple[int, int]:
+    """(CPU cores, GPUs) of all nodes of a cluster that runs."""
+    if ray.is_initialized():
+        found = ray.cluster_resources()
+    else:
+        with cluster(settings):
+            found = ray.cluster_resources()
+    return int(found.get("CPU", 0)), int(found.get("GPU", 0))
 
 
 def original_error(error: BaseException) -> BaseException:

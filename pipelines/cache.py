@@ -141,7 +141,7 @@ def _watch(bar: Progress, task: TaskID, tokens_before: int) -> Callable[[LedgerS
 def make_recipe(job: CacheJob, target: Target, cache: ObjectStore, answers: AnswerStore) -> CacheRecipe:
     """What the producers need to know, from the job's config."""
     producer = job.producer
-    producers, gpus = engine_count(producer.count, producer.gpus, producer.threads, producer.tensor_parallel)
+    producers, gpus = engine_count(job.cluster, producer.count, producer.gpus, producer.threads, producer.tensor_parallel)
     capture = Capture(
         layer_ids=target.layer_ids,
         max_length=job.cache.max_length,

@@ -4,16 +4,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.cluster import ClusterSettings
 from actors.decoder import PLAIN, Decoder, DecoderSettings, Prompt
 from corpus.conversation import Conversation
 from decoding.target import TransformersTarget
 from drafters.drafter import Drafter
 from pipelines.drafters import chosen_drafters
 from pipelines.job import Job, JobError, notices
-from pipelines.machine_checks import usable_cores
+from pipelines.machine import decoder_count
 from pipelines.prepare import read_conversations
 from pipelines.target import Target
 from storage.calibration import drafter_hash
@@ -22,7 +22,7 @@ from storage.object_store import ObjectStore
 
 
 class EngineConfig(BaseModel):
-    """How decoders run on this machine; null for what the machine offers."""
+    """How decoders run; null for what the machine or the cluster offers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     dtype: str = Field(pattern="^(bfloat16|float32)$")
@@ -30,13 +30,9 @@ class EngineConfig(BaseModel):
     actors: int | None = Field(ge=1)
     gpus: float | None = Field(ge=0)
 
-    def settings(self, cpus: int | None, batch_size: int) -> DecoderSettings:
+    def settings(self, cluster: ClusterSettings, batch_size: int) -> DecoderSettings:
         """With what the conf leaves open filled in."""
-        available = torch.cuda.device_count()
-        actors = self.actors or max(available, 1)
-        threads = self.threads or max((cpus or usable_cores()) // actors, 1)
-        gpus = self.gpus if self.gpus is not None else (1.0 if available else 0.0)
-        return DecoderSettings(actors, threads, gpus, self.dtype, batch_size)
+        return DecoderSettings(*decoder_count(cluster, self.actors, self.threads, self.gpus), self.dtype, batch_size)
 
 
 class DraftedJob(Job):
@@ -58,7 +54,7 @@ class DraftedJob(Job):
 
     def decoder(self, store: ObjectStore, target: Target, batch_size: int) -> tuple[TransformersTarget, Drafter]:
         """Target and drafter in this process."""
-        settings = self.engine.settings(self.cluster.cpus, batch_size)
+        settings = self.engine.settings(self.cluster, batch_size)
         held = Decoder(str(target.folder), {self.run: self.drafter_store(store)}, settings)
         return held.targets[self.run], held.drafters[self.run]
 

@@ -2,13 +2,12 @@
 
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from actors.decoder import DecoderSettings
 from decoding.settings import SamplingSettings
 from pipelines.job import Job
-from pipelines.machine_checks import usable_cores
+from pipelines.machine import decoder_count
 from pipelines.tracking import TrackingConfig
 
 
@@ -65,13 +64,6 @@ class EvaluateJob(Job):
         return "evaluation" if not self.benchmarks else f"benchmarks-t{self.evaluate.temperature:g}"
 
     def decoders(self) -> DecoderSettings:
-        settings, gpus = self.evaluate, torch.cuda.device_count()
-        actors = settings.actors or max(gpus, 1)
-        return DecoderSettings(
-            actors=actors,
-            threads=settings.threads or max((self.cluster.cpus or usable_cores()) // actors, 1),
-            gpus=settings.gpus if settings.gpus is not None else (1.0 if gpus else 0.0),
-            dtype=settings.dtype,
-            batch_size=settings.batch_size,
-            draft_tokens=settings.draft_tokens,
-        )
+        settings = self.evaluate
+        counts = decoder_count(self.cluster, settings.actors, settings.threads, settings.gpus)
+        return DecoderSettings(*counts, settings.dtype, settings.batch_size, settings.draft_tokens)

@@ -120,7 +120,7 @@ def main(cfg: DictConfig) -> None:
 
 def fingerprint(job: DraftedJob, store: ObjectStore, engine: str = DECODER) -> dict[str, str]:
     """What a table that was measured on this engine holds for."""
-    settings = job.engine.settings(job.cluster.cpus, 1)
+    settings = job.engine.settings(job.cluster, 1)
     common = {
         "machine": machine(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -213,7 +213,7 @@ def vllm_measured(job: ProfileJob, model: str, block: int, here: dict[str, str])
     curves = []
     with cluster(job.cluster), progress() as bar:
         task = bar.add_task("timing vLLM's passes", total=len(counts), note="")
-        gpus = job.engine.settings(job.cluster.cpus, 1).gpus
+        gpus = job.engine.settings(job.cluster, 1).gpus
         times = vllm_passes(engine, gpus, context, sizes, settings.rounds, settings.warmup, settings.seed)
         for (requests, tokens), found in zip(sizes, times, strict=True):
             curves.append(Curve(requests, tuple(tokens), found.seconds, nothing, nothing, found.plain))

@@ -124,7 +124,8 @@ def provenance(job: RegenerateJob, target: Target) -> dict[str, Any]:
 def answerers(job: RegenerateJob, target: Target, settings: GeneratorSettings, answers: AnswerStore) -> list[MakeAnswerer]:
     """vLLM engines under Ray, or the servers that the config names."""
     generator = job.generator
-    batch_rows = generator.batch_rows or default_batch_rows()
+    actors, gpus = engine_count(job.cluster, generator.actors, generator.gpus, generator.threads, generator.tensor_parallel)
+    batch_rows = generator.batch_rows or default_batch_rows(gpus)
     sampling = AnswerSettings(**job.target.sampling.model_dump(), stop_token_ids=target.template.stop_ids, seed=generator.seed)
     if generator.endpoints:
         endpoints = [
@@ -132,7 +133,6 @@ def answerers(job: RegenerateJob, target: Target, settings: GeneratorSettings, a
             for url in generator.endpoints
         ]
         return endpoint_answerers(endpoints, target.template, sampling, settings, answers)
-    actors, gpus = engine_count(generator.actors, generator.gpus, generator.threads, generator.tensor_parallel)
     engine = EngineSettings(
         model=str(target.folder),
         layer_ids=target.layer_ids,

@@ -14,11 +14,12 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from actors.cluster import CPU_ENVIRONMENT, cluster, visible_gpus
+from actors.cluster import CPU_ENVIRONMENT, cluster
 from actors.sweeping import Halving, run_trials
 from actors.training import Workers
 from decoding.prediction import ServingCost
 from pipelines.job import JobError, finish, launch, mendable, notices, progress, write_json, write_text
+from pipelines.machine import room
 from pipelines.signals import stop_on_sigterm
 from pipelines.sweep_config import SweepJob
 from pipelines.sweep_costs import Costs
@@ -96,7 +97,7 @@ def run(job: SweepJob, cfg: DictConfig, typed: list[str]) -> None:
 
 def workers_of(job: SweepJob) -> Workers:
     """Of each trial: as asked, and a GPU for each worker where there are any."""
-    gpus = job.workers.gpus if job.workers.gpus is not None else (1.0 if visible_gpus(job.cluster) else 0.0)
+    gpus = job.workers.gpus if job.workers.gpus is not None else (1.0 if room(job.cluster)[1] else 0.0)
     return Workers(job.workers.count or 1, job.workers.cpus or 1, gpus)
 
 

@@ -15,14 +15,14 @@ import hydra
 from omegaconf import DictConfig
 
 from actors import checkpointing
-from actors.cluster import cluster, visible_gpus
+from actors.cluster import cluster
 from actors.drafter import drafter_shapes
 from actors.export import export
 from actors.train_recipe import TrainRecipe, TrainSettings, recipe_facts
 from actors.training import Workers, run_training
 from pipelines.figures import heldout_figure, save, training_figure
 from pipelines.job import finish, launch, mendable, notices, progress
-from pipelines.machine import git_revision
+from pipelines.machine import git_revision, room
 from pipelines.machine_checks import usable_cores
 from pipelines.metrics_file import MetricsFile
 from pipelines.report import training_points
@@ -106,7 +106,7 @@ def main(cfg: DictConfig) -> None:
 
 def workers_of(job: TrainJob) -> Workers:
     """One worker for each GPU, else one; each node's cores shared by its workers; unless the config says otherwise."""
-    gpus = visible_gpus(job.cluster)
+    _, gpus = room(job.cluster)
     count = job.workers.count or max(gpus, 1)
     each = job.workers.gpus if job.workers.gpus is not None else (1.0 if gpus else 0.0)
     return Workers(count, job.workers.cpus or max((job.cluster.cpus or usable_cores()) // count, 1), each)

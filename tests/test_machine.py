@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from actors.cluster import ClusterSettings, visible_gpus
+from actors.cluster import ClusterSettings
 from pipelines import machine
-from pipelines.machine import engine_count
+from pipelines.machine import decoder_count, engine_count, room
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_engines_share_the_gpus_by_the_size_of_the_model(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
-    assert engine_count(*asked) == expected
+    assert engine_count(ClusterSettings(), *asked) == expected
 
 
 @pytest.mark.slow
@@ -36,7 +36,10 @@ def test_a_clusters_gpus_count_and_not_the_drivers() -> None:
     try:
         for gpus in (2, 1):
             nodes.add_node(num_cpus=1, num_gpus=gpus)
-        assert visible_gpus(ClusterSettings(address=nodes.address)) == 3
+        there = ClusterSettings(address=nodes.address)
+        assert room(there) == (2, 3)
+        assert engine_count(there, None, None, 1) == (3, 1.0)
+        assert decoder_count(there, None, None, None) == (3, 1, 1.0)
     finally:
         nodes.shutdown()
-    assert visible_gpus(ClusterSettings()) == torch.cuda.device_count()
+    assert room(ClusterSettings())[1] == torch.cuda.device_count()
