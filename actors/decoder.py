@@ -4,9 +4,9 @@ Prompts come in groups, which are decoded together and finished together. A grou
 before, and a request's random draws belong to the request, so the tokens do not depend on the number of actors or on restarts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -22,6 +22,8 @@ from decoding.settings import Generation, SamplingSettings
 from decoding.target import TransformersTarget
 from drafters.drafter import Drafter
 from storage.object_store import ObjectStore
+
+T = TypeVar("T")
 
 PLAIN = "none"
 """The name under which decoding without a drafter goes."""
@@ -153,20 +155,10 @@ DecoderActor: Any = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS)
 
 
 class DecoderPool:
-    """Decoders in Ray actors, on a cluster that is up."""
+    """Decoders in Ray actors, on a cluster that is up; as many as were asked for, but no more than `groups`."""
 
     def __init__(self, model: str, drafters: Mapping[str, ObjectStore], settings: DecoderSettings, groups: int) -> None:
-        """As many actors as were asked for, but no more than groups."""
-        environment = {
-            **CPU_ENVIRONMENT,
-            "OMP_NUM_THREADS": str(settings.threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        options = {"num_cpus": settings.threads, "num_gpus": settings.gpus, "runtime_env": {"env_vars": environment}}
-        self.actors = [
-            DecoderActor.options(**options).remote(model, dict(drafters), settings) for _ in range(max(1, min(settings.actors, groups)))
-        ]
+        self.actors = start_decoders(model, drafters, settings, groups)
 
     def decode(
         self, groups: Sequence[Group], sampling: SamplingSettings, on_group: Callable[[int, dict[str, list[Decoded]]], None]
@@ -181,20 +173,10 @@ class DecoderPool:
         """
         try:
             ray.get([actor.warm_up.remote(groups[0].prompts[0], sampling) for actor in self.actors])
-            waiting = list(enumerate(groups))[::-1]
-            running: dict[Any, tuple[int, Any]] = {}
-            idle = list(self.actors)
-            while waiting or running:
-                while waiting and idle:
-                    index, group = waiting.pop()
-                    actor = idle.pop(0)
-                    running[actor.decode_group.remote(group, sampling)] = index, actor
-                finished, _ = ray.wait(list(running), num_returns=1)
-                index, actor = running.pop(finished[0])
-                on_group(index, ray.get(finished[0]))
-                idle.append(actor)
         except RayActorError as error:
             raise _lost(error) from error
+        for index, results in each_done(self.actors, groups, lambda actor, group: actor.decode_group.remote(group, sampling)):
+            on_group(index, results)
 
     def round_costs(self, name: str, batch: int, contexts: Sequence[int], repeats: int) -> list[RoundCost]:
         """One decoder's rounds at some context lengths."""
@@ -204,10 +186,44 @@ class DecoderPool:
             raise _lost(error) from error
 
 
+def start_decoders(model: str, drafters: Mapping[str, ObjectStore], settings: DecoderSettings, groups: int) -> list[Any]:
+    """Decoder actors on a cluster that is up; as many as the settings say, but no more than groups."""
+    environment = {**CPU_ENVIRONMENT, **_QUIET, "OMP_NUM_THREADS": str(settings.threads)}
+    options = {"num_cpus": settings.threads, "num_gpus": settings.gpus, "runtime_env": {"env_vars": environment}}
+    count = max(1, min(settings.actors, groups))
+    return [DecoderActor.options(**options).remote(model, dict(drafters), settings) for _ in range(count)]
+
+
+def each_done(actors: Sequence[Any], groups: Sequence[T], start: Callable[[Any, T], Any]) -> Iterator[tuple[int, Any]]:
+    """(index of the group, what came of it), in the order in which they are done, each by whoever is free.
+
+    Args:
+        start: begins a group on an actor.
+
+    Raises:
+        ActorError: decoders died again and again; what was handed over before stays.
+    """
+    waiting, idle = list(enumerate(groups))[::-1], list(actors)
+    running: dict[Any, tuple[int, Any]] = {}
+    while waiting or running:
+        while waiting and idle:
+            index, group = waiting.pop()
+            actor = idle.pop(0)
+            running[start(actor, group)] = index, actor
+        finished, _ = ray.wait(list(running), num_returns=1)
+        index, actor = running.pop(finished[0])
+        try:
+            done = ray.get(finished[0])
+        except RayActorError as error:
+            raise _lost(error) from error
+        idle.append(actor)
+        yield index, done
+
+
 def _lost(error: RayActorError) -> ActorError:
     if error.actor_init_failed:
         return ActorError(f"a decoder cannot start: {death_reason(error)}")
     return ActorError(
-        f"a decoder died {RESTARTS + 1} times ({death_reason(error)}). Finished prompts are kept: run the same command again to go on; "
-        "a smaller evaluate.batch_size needs less memory."
+        f"a decoder died {RESTARTS + 1} times ({death_reason(error)}). Finished groups are kept: run the same command again to go on; a "
+        "smaller batch_size needs less memory."
     )

@@ -4,7 +4,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +26,9 @@ from decoding.calibration import (
     position_quality,
     reliability,
 )
-from decoding.policies import BlockLength, Policy
+from decoding.policies import BlockLength
 from decoding.rounds import RecordedRounds
-from decoding.settings import SamplingSettings
+from decoding.settings import Generation, SamplingSettings
 from pipelines.calibration_report import CalibrationFindings, DomainQuality, calibration_page
 from pipelines.drafted import DraftedJob
 from pipelines.evaluation_report import machine
@@ -182,7 +182,7 @@ def have_rounds(
     folder: Path,
     lengths: Sequence[int],
 ) -> tuple[RecordedRounds, Path, dict[int, RecordedRounds]]:
-    """Rounds from the file that was given, else decoded here (passes recorded before are taken over); the file that holds them; and
+    """Rounds from the file that was given, else decoded here (groups recorded before are taken over); the file that holds them; and
     rounds of shorter blocks by their length, which a file does not bring.
     """
     facts = {"drafter": identity.drafter, "temperature": identity.temperature, "corpus": job.corpus.name}
@@ -209,7 +209,7 @@ def have_rounds(
 
 @dataclass(frozen=True)
 class _Decoding:
-    """Passes over the prompts, each with random draws of its own, until there are rounds enough; every pass is kept as it ends."""
+    """Passes over the prompts, each with random draws of its own, until there are rounds enough; every group is kept as it ends."""
 
     job: CalibrateJob
     store: ObjectStore
@@ -228,22 +228,12 @@ class _Decoding:
 
     def rounds(self) -> RecordedRounds:
         """Of whole blocks."""
-        settings, key = self.job.calibrate, self.key
+        settings = self.job.calibrate
         # Greedy decoding says the same each time.
         passes = 1 if settings.temperature == 0 else settings.max_passes
         parts: list[RecordedRounds] = []
-        while len(parts) < passes and (path := self.folder / f"{key}-{len(parts)}.npz").is_file():
-            parts.append(RecordedRounds.from_bytes(path.read_bytes(), str(path)))
-            if sum(map(len, parts)) >= settings.rounds:
-                return RecordedRounds.joined(parts)
-        if parts:
-            notices.print(f"{sum(map(len, parts)):,} rounds were recorded before, taken from {self.folder}")
-        with cluster(self.job.cluster), progress() as bar:
-            while len(parts) < passes and sum(map(len, parts)) < settings.rounds:
-                task = bar.add_task("decoding", total=len(self.prompts), note=f"pass {len(parts) + 1}, for the rounds")
-                part = self._pass(self.prompts, len(parts), lambda count, task=task: bar.update(task, advance=count))  # type: ignore[misc]
-                write_bytes(self.folder / f"{key}-{len(parts)}.npz", part.to_bytes())
-                parts.append(part)
+        while len(parts) < passes and sum(map(len, parts)) < settings.rounds:
+            parts.append(self._pass(self.prompts, len(parts), f"pass {len(parts) + 1}, for the rounds"))
         return RecordedRounds.joined(parts)
 
     def shorter(self, length: int, rounds_each: float) -> RecordedRounds:
@@ -253,41 +243,50 @@ class _Decoding:
             rounds_each: rounds of whole blocks that a prompt's text takes. Shorter blocks take more.
         """
         prompts = self.prompts[: math.ceil(self.job.calibrate.block_rounds / rounds_each)]
-        path = self.folder / f"{self.key}-blocks-of-{length}-{len(prompts)}.npz"
-        if path.is_file():
-            return RecordedRounds.from_bytes(path.read_bytes(), str(path))
-        with cluster(self.job.cluster), progress() as bar:
-            task = bar.add_task("decoding", total=len(prompts), note=f"with blocks of {length}")
-            decoded = self._pass(prompts, 0, lambda count: bar.update(task, advance=count), BlockLength(length))
-        rounds = decoded.select(decoded.drafted == length)
-        write_bytes(path, rounds.to_bytes())
-        return rounds
+        decoded = self._pass(prompts, 0, f"with blocks of {length}", BlockLength(length))
+        return decoded.select(decoded.drafted == length)
 
-    def _pass(self, prompts: Sequence[Prompt], number: int, on_done: Callable[[int], None], policy: Policy | None = None) -> RecordedRounds:
+    def _pass(self, prompts: Sequence[Prompt], number: int, note: str, policy: BlockLength | None = None) -> RecordedRounds:
+        """Every prompt once. Its groups are kept as they end, and those that were kept before are read."""
         settings = self.job.calibrate
         size = settings.batch_size
-        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        # Another pass is another seed, so that it draws other texts.
-        sampling = SamplingSettings(settings.temperature, settings.max_new_tokens, self.target.template.stop_ids, settings.seed + number)
-        found = {}
-        decoded = decode_groups(
-            str(self.target.folder),
-            self.job.run,
-            self.job.drafter_store(self.store),
-            groups,
-            sampling,
-            self.job.engine.settings(self.job.cluster.cpus, size),
-            policy,
-        )
-        for group, generations in decoded:
-            found[group] = generations
-            on_done(len(generations))
+        starts = range(0, len(prompts), size)
+        kind = f"pass-{number}" if policy is None else f"blocks-of-{policy.length}"
+        key = self.key
+        paths = {start: self.folder / f"{key}-{kind}-{start}-{len(prompts[start : start + size])}.npz" for start in starts}
+        missing = [start for start in starts if not paths[start].is_file()]
+        before = len(prompts) - sum(len(prompts[start : start + size]) for start in missing)
+        if missing:
+            # Another pass is another seed, so that it draws other texts.
+            sampling = SamplingSettings(
+                settings.temperature, settings.max_new_tokens, self.target.template.stop_ids, settings.seed + number
+            )
+            with cluster(self.job.cluster), progress() as bar:
+                task = bar.add_task("decoding", total=len(prompts), completed=before, note=note)
+                decoded = decode_groups(
+                    str(self.target.folder),
+                    self.job.run,
+                    self.job.drafter_store(self.store),
+                    [prompts[start : start + size] for start in missing],
+                    sampling,
+                    self.job.engine.settings(self.job.cluster, size),
+                    policy,
+                )
+                for group, generations in decoded:
+                    start = missing[group]
+                    write_bytes(paths[start], self._recorded(generations, start).to_bytes())
+                    bar.update(task, advance=len(generations))
+        return RecordedRounds.joined([RecordedRounds.from_bytes(path.read_bytes(), str(path)) for path in paths.values()])
+
+    def _recorded(self, generations: Sequence[Generation], start: int) -> RecordedRounds:
+        """Rounds of a group that begins with the prompt number `start`."""
+        chosen = slice(start, start + len(generations))
         return RecordedRounds.from_generations(
-            [generation for group in range(len(groups)) for generation in found[group]],
+            generations,
             self.files.layout.block_length,
-            [prompt.number for prompt in prompts],
-            self.domains[: len(prompts)],
-            [len(prompt.token_ids) for prompt in prompts],
+            [prompt.number for prompt in self.prompts[chosen]],
+            self.domains[chosen],
+            [len(prompt.token_ids) for prompt in self.prompts[chosen]],
             dict(self.facts),
         )
 
