@@ -131,7 +131,7 @@ def test_the_engine_waits_when_so_many_bytes_wait_for_storage(recipe: CacheRecip
     recipe.cache.gate.set()
     thread.join(60)
     assert (ledger.status().cached, producer.budget.held) == (ROWS, 0)
-    assert max(waiting) <= 6
+    assert max(waiting) <= 7, "five rows fit; a whole batch of two may have come with neither fitting"
     assert len(waiting) >= ROWS / 6
 
 
