@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -168,9 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():  # Host as the client signed it
-                if name.lower() not in ("expect", "connection", "transfer-encoding"):
+                if name.lower() not in ("connection", "transfer-encoding"):
                     connection.putheader(name, value)
-            connection.endheaders(body)
+            connection.endheaders()
+            # A server that refuses before it reads the body says so in place of "100 Continue", and closes.
+            if "100-continue" not in self.headers.get("Expect", "") or b" 100 " in connection.sock.recv(16, socket.MSG_PEEK):
+                connection.send(body)
             response = connection.getresponse()
             answer = response.read()
             headers = dict(response.getheaders())
