@@ -74,6 +74,11 @@ class DraftGate(Policy):
         self.prior, self.blend = np.asarray(prior, dtype=np.float64), 1 - float(np.exp(-1 / memory))
         self.probe_after, self.probe_at_most = probe_after, probe_at_most
         self.ratios = {**(shorter or {}), len(self.prior): np.ones_like(self.prior)}
+        self._lengths = list(self.ratios)
+        self._scale = np.zeros((len(self._lengths), len(self.prior)))  # [lengths, g] of a block's survival over a whole one's
+        for row, length in enumerate(self._lengths):
+            self._scale[row, :length] = self.ratios[length]
+        self._priced: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._known: dict[int, _Request] = {}
 
     def begin(self) -> None:
@@ -116,15 +121,27 @@ class DraftGate(Policy):
     def _best(self, survival: np.ndarray) -> np.ndarray:
         """[R] block lengths with the highest expected throughput; all 0 where drafting does not pay at all."""
         requests, block = survival.shape
-        seconds = self.costs.seconds(requests)[requests:] - self.costs.block_seconds(requests, block)
+        counts, seconds, drafting = self._prices(requests)
         order = np.argsort(-survival.sum(1), kind="stable")
-        best, chosen = requests / seconds[0], np.zeros(requests, dtype=np.int64)
-        for count in sorted({max(round(share * requests), 1) for share in self.SHARES}):
-            for length, ratio in self.ratios.items():
-                falling = -np.sort(-np.minimum(survival[order[:count], :length] * ratio, 1.0), axis=None)
-                expected = requests + np.concatenate(([0.0], np.cumsum(falling)))
-                rate = expected / (seconds[: len(expected)] + self.costs.block_seconds(count, length))
-                if (highest := float(rate.max())) > best:
-                    best, chosen = highest, np.zeros(requests, dtype=np.int64)
-                    chosen[order[:count]] = length
+        # All choices at once, [counts, lengths, R, g]: every round pays for this search.
+        values = np.minimum(survival[order] * self._scale[:, None], 1.0)
+        values = np.where((np.arange(requests) < counts[:, None])[:, None, :, None], values, 0.0)
+        falling = -np.sort(-values.reshape(-1, requests * block), axis=1)
+        rate = np.where(falling > 0, (requests + falling.cumsum(1)) / (seconds[1 : 1 + requests * block] + drafting[:, None]), 0.0)
+        highest = rate.max(1)
+        best, chosen = int(highest.argmax()), np.zeros(requests, dtype=np.int64)
+        if highest[best] > requests / seconds[0]:
+            count, length = divmod(best, len(self._lengths))
+            chosen[order[: counts[count]]] = self._lengths[length]
         return chosen
+
+    def _prices(self, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For that many requests: how many of them may be drafted for, seconds of the target's pass by draft tokens in it, and seconds of
+        drafting by count and length.
+        """
+        if requests not in self._priced:
+            counts = sorted({max(round(share * requests), 1) for share in self.SHARES})
+            seconds = self.costs.seconds(requests)[requests:] - self.costs.block_seconds(requests, len(self.prior))
+            drafting = [self.costs.block_seconds(count, length) for count in counts for length in self._lengths]
+            self._priced[requests] = np.array(counts), seconds, np.array(drafting)
+        return self._priced[requests]
