@@ -1,6 +1,6 @@
 """Stored hidden states against what the engine computes now: the part of `cache --verify` that reading bytes cannot do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,10 @@ class Rechecker:
         head = TargetHead(rows, hidden, config["rms_norm_eps"], family_of(config), dtype)
         self.head = head.load(weights.embedding, weights.final_norm, weights.lm_head)
 
-    def check(self, rows: Sequence[tuple[str, Entry]]) -> list[RowCheck]:
+    def check(self, rows: Sequence[tuple[str, Entry]]) -> Iterator[RowCheck]:
         """Recompute the samples at (shard, entry), one by one."""
-        return [self._check(entry, read_sample(self.recipe.cache, shard, entry, self.recipe.contract)) for shard, entry in rows]
+        for shard, entry in rows:
+            yield self._check(entry, read_sample(self.recipe.cache, shard, entry, self.recipe.contract))
 
     @torch.inference_mode()
     def _check(self, entry: Entry, sample: Sample) -> RowCheck:
@@ -97,8 +98,8 @@ class Rechecker:
 RecheckActor: Any = ray.remote(max_restarts=0)(Rechecker)
 
 
-def recheck_rows(recipe: RecheckRecipe, rows: Sequence[tuple[str, Entry]]) -> list[RowCheck]:
-    """Recompute rows in an actor that holds the engine.
+def recheck_rows(recipe: RecheckRecipe, rows: Sequence[tuple[str, Entry]]) -> Iterator[RowCheck]:
+    """Recompute rows in an actor that holds the engine, one after the other.
 
     Raises:
         ActorError: the engine cannot start, or died.
@@ -106,7 +107,7 @@ def recheck_rows(recipe: RecheckRecipe, rows: Sequence[tuple[str, Entry]]) -> li
     environment = {"env_vars": vllm_environment(recipe.engine)}
     actor = RecheckActor.options(num_cpus=recipe.cpus, num_gpus=recipe.gpus, runtime_env=environment).remote(recipe)
     try:
-        return list(ray.get(actor.check.remote(list(rows))))
+        yield from map(ray.get, actor.check.options(num_returns="streaming").remote(list(rows)))
     except RayActorError as error:
         raise ActorError(f"the engine that recomputes rows cannot run: {death_reason(error)}") from error
 

@@ -162,8 +162,10 @@ def verify(
         capture = contract.capture
         engine = replace(recipe.engine, layer_ids=capture.layer_ids, max_length=capture.max_length)
         with cluster(ray), progress() as bar:
-            bar.add_task(f"recomputing {len(chosen)} rows", total=None, note="")
-            checks = recheck_rows(replace(recipe, contract=contract, engine=engine), chosen)
+            task = bar.add_task("recomputing rows", total=len(chosen), note="the engine starts")
+            for check in recheck_rows(replace(recipe, contract=contract, engine=engine), chosen):
+                checks.append(check)
+                bar.update(task, advance=1, note="")
         problems += recheck_problems(checks, capture.codec)
     for problem in problems[:_SHOWN]:
         tell(problem)
@@ -201,14 +203,14 @@ def _read_shards(cache: ObjectStore, contract: Contract, commits: Sequence[Commi
     bad: dict[str, list[str]] = {}
     samples, total = 0, sum(shard.bytes for commit in commits for shard in commit.shards)
     with progress() as bar:
-        task: Any = bar.add_task("reading, MiB", total=total // MIB, note="")
+        task: Any = bar.add_task("reading, MiB", total=-(-total // MIB), note="")
         done = 0
         for shard, problems in check_shards(cache, contract, commits, threads):
             done += shard.bytes
             samples += len(shard.entries)
             if problems:
                 bad[shard.name] = problems
-            bar.update(task, completed=done // MIB, note=f"[red]{len(bad)} bad shards[/]" if bad else "")
+            bar.update(task, completed=-(-done // MIB), note=f"[red]{len(bad)} bad shards[/]" if bad else "")
     return bad, samples
 
 

@@ -52,7 +52,7 @@ def stored(model: Path, folder: Path, codec: str, swap: bool) -> tuple[RecheckRe
 @pytest.mark.parametrize("codec", ["raw", "lossless", "fp8"])
 def test_rows_that_the_engine_gives_again_pass(model: Path, tmp_path: Path, codec: str) -> None:
     recipe, rows = stored(model, tmp_path, codec, swap=False)
-    checks = Rechecker(recipe).check(rows)
+    checks = list(Rechecker(recipe).check(rows))
     assert [check.index for check in checks] == list(range(6))
     assert all(check.predicted == 32 and check.agreeing >= 31 for check in checks)
     assert 0 < max(check.error for check in checks) < TOLERANCE[codec] / 2
@@ -61,7 +61,7 @@ def test_rows_that_the_engine_gives_again_pass(model: Path, tmp_path: Path, code
 
 def test_states_of_other_tokens_are_found(model: Path, tmp_path: Path) -> None:
     recipe, rows = stored(model, tmp_path, "lossless", swap=True)
-    checks = Rechecker(recipe).check(rows)
+    checks = list(Rechecker(recipe).check(rows))
     problems = recheck_problems(checks, "lossless")
     assert [line.partition(":")[0] for line in problems[:-1]] == ["row row2.0 (index 2)", "row row3.0 (index 3)"]
     assert "next tokens" in problems[-1]
