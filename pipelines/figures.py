@@ -19,12 +19,13 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from pipelines.report_data import Acceptance, DomainResult, Kind, StageTime, TrainingPoint
 
 SERIES = ("#2f7fd1", "#d8652b", "#12987a", "#a767b8", "#8a8320", "#7c8694")  # blue, vermilion, green, purple, olive, grey
 MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHED = (0, (4, 2))
 INK, MUTED, GRID = "#1b2330", "#5b6675", "#dde2e8"
 THEMED = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)"}  # what to_svg replaces
 
@@ -83,6 +84,21 @@ def _style(name: str = "figure") -> Iterator[None]:
         mpl.rcParams.update(STYLE)
         mpl.rcParams["svg.hashsalt"] = name
         yield
+
+
+def series_style(index: int) -> dict[str, Any]:
+    """Colour, marker and line of a figure's series by its number: after six of them, dashed."""
+    row, place = divmod(index, len(SERIES))
+    return {"color": SERIES[place], "marker": MARKERS[place], "linestyle": ("-", DASHED)[row % 2]}
+
+
+def logarithmic(axes: Axes, name: str, base: int) -> None:
+    """Make axis `name`, x or y, logarithmic, with plain numbers on it: matplotlib's own powers are mathematics, which STYLE leaves alone."""
+    getattr(axes, f"set_{name}scale")("log", base=base)
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(base, subs=(1, 2, 5) if base == 10 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:

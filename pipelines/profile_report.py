@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from decoding.throughput import WHOLE_ROUNDS, ThroughputTable
-from pipelines.figures import MARKERS, MUTED, SERIES, styled
+from pipelines.figures import MUTED, logarithmic, series_style, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
 
 
@@ -69,7 +69,7 @@ def sps_figure(table: ThroughputTable) -> Figure:
     figure = Figure(figsize=(9.6, 3.5))
     speed, seconds = figure.subplots(1, 2)
     for index, curve in enumerate(table.curves):
-        style = {"color": SERIES[index % len(SERIES)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4.5}
+        style = {**series_style(index), "markersize": 4.5}
         speed.plot(curve.tokens, 1 / np.array(curve.seconds), label=f"{curve.requests}", **style)
         seconds.plot(curve.tokens, 1000 * np.array(curve.seconds), **style)
     counts = [curve.requests for curve in table.curves]
@@ -78,10 +78,9 @@ def sps_figure(table: ThroughputTable) -> Figure:
         (seconds, [1000 * curve.plain_seconds for curve in table.curves]),
     ):
         axes.plot(counts, values, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        logarithmic(axes, "x", 2)
+        logarithmic(axes, "y", 10)
         axes.set_xlabel("tokens in the target's pass, B")
-        axes.xaxis.set_major_formatter("{x:.0f}")
     what = "rounds" if table.covers == WHOLE_ROUNDS else "passes"
     speed.set(title=f"SPS(B): {what} a second")
     seconds.set(title=f"milliseconds a {what[:-1]}")
@@ -96,12 +95,10 @@ def drafting_figure(table: ThroughputTable) -> Figure:
     axes = figure.subplots()
     at = range(1, table.block + 1)
     for index, curve in enumerate(table.curves):
-        colour = SERIES[index % len(SERIES)]
-        axes.plot(
-            at, [1000 * value for value in curve.block_seconds[1:]], color=colour, marker=MARKERS[index % 6], label=f"{curve.requests}"
-        )
-        axes.plot(at, [1000 * value for value in curve.draft_seconds[1:]], color=colour, linestyle=(0, (4, 3)), linewidth=1.2)
-    axes.set_yscale("log")
+        style = {**series_style(index), "linestyle": "-"}  # here the line tells something else
+        axes.plot(at, [1000 * value for value in curve.block_seconds[1:]], label=f"{curve.requests}", **style)
+        axes.plot(at, [1000 * value for value in curve.draft_seconds[1:]], color=style["color"], linestyle=(0, (4, 3)), linewidth=1.2)
+    logarithmic(axes, "y", 10)
     axes.set(xlabel="tokens a block", ylabel="ms of drafting", xticks=at, title="solid: made that short; dashed: cut from whole blocks")
     figure.legend(loc="outside right upper", title="requests")
     return figure

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from decoding.simulator import Served
-from pipelines.figures import MARKERS, SERIES, styled
+from pipelines.figures import logarithmic, series_style, styled
 from pipelines.page import Page, PageTable, Section, Tile, percent
 from pipelines.validation import Comparison, Validation
 
@@ -129,18 +129,7 @@ def _error_tile(validations: Sequence[Validation]) -> list[Tile]:
 
 def _styles(found: SimulationFindings) -> dict[str, dict[str, Any]]:
     names = list(dict.fromkeys(point.name for point in found.points))
-    lines = ("-", (0, (4, 2)))
-    return {
-        name: {
-            "color": SERIES[index % len(SERIES)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "linestyle": lines[index // len(SERIES) % 2],
-            "linewidth": 1.5,
-            "markersize": 5,
-            "label": name,
-        }
-        for index, name in enumerate(names)
-    }
+    return {name: {**series_style(index), "linewidth": 1.5, "markersize": 5, "label": name} for index, name in enumerate(names)}
 
 
 @styled
@@ -165,8 +154,7 @@ def budget_figure(found: SimulationFindings) -> Figure:
     for name, style in _styles(found).items():
         own = [point for point in found.points if point.name == name]
         axes.plot([point.concurrency for point in own], [point.budget for point in own], **style)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
+    logarithmic(axes, "x", 2)
     axes.set(xlabel="requests held", ylabel="tokens verified a round")
     axes.set_ylim(bottom=0.8)
     axes.set_title(f"simulated; cost table {found.kind}", fontweight="normal", fontsize=9.5)
@@ -187,12 +175,10 @@ def measured_figure(found: SimulationFindings) -> Figure:
         pareto.plot([one.user_speed for one in own], tokens, **style)
         budget.plot(at, [one.budget for one in own], **style)
     for axes in (throughput, budget):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
+        logarithmic(axes, "x", 2)
         axes.set_xlabel("requests that start together")
     throughput.set(ylabel="tokens a second")
-    throughput.set_yscale("log", base=2)
-    throughput.yaxis.set_major_formatter("{x:.0f}")
+    logarithmic(throughput, "y", 2)
     pareto.set(xlabel="tokens a second of a user", ylabel="tokens a second")
     budget.set(ylabel="tokens verified a round")
     budget.set_ylim(bottom=0.8)

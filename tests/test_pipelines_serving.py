@@ -44,6 +44,7 @@ def is_page(path: str) -> str:
     assert page.with_name("report.png").read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "http" not in text.replace("http://www.w3.org", ""), "works offline"
+    assert "mathdefault" not in text, "axes show plain numbers"
     return text
 
 
