@@ -13,13 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from storage_cases import hidden_states
+from tiny_models import HIDDEN, VOCABULARY
 
 from pipelines.job import launch
+from storage.commits import Commit, lease_id, write_commit
+from storage.contract import Capture, Contract, ensure_contract
+from storage.manifest import Manifest
+from storage.object_store import ObjectStore, StorageSettings
+from storage.sample import Sample, supervised_rows
+from storage.shard import ShardWriter, encode_sample
+from storage.target_files import target_identity
 
 ROOT = Path(__file__).parent.parent
+LAYER_IDS, ROWS = (1, 2, 3, 4, 5), 12  # of a cache written by hand
 JOBS = ("prepare", "regenerate", "cache", "train", "evaluate")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 OPTIONS = {
@@ -93,6 +104,27 @@ class Workshop:
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_cache(shop: Workshop, rows_kept: Any) -> None:
+    """A cache of random states as `cache` leaves it, for the shop's target."""
+    model = shop.folder / "tiny llama"
+    capture = Capture(layer_ids=LAYER_IDS, max_length=128, codec="raw", last_hidden_rows=rows_kept)
+    contract = Contract(target_identity(model, str(model)), capture)
+    store = ObjectStore(StorageSettings(str(shop.stored / "cache")))
+    ensure_contract(store, contract)
+    with ShardWriter(store, contract, 1 << 20) as writer:
+        for index in range(ROWS):
+            rng = np.random.default_rng(index)
+            length = 24 + index
+            spans = np.array([[length // 3, length]], np.int32)
+            rows = supervised_rows(spans, length, rows_kept)
+            ids = rng.integers(0, VOCABULARY - 5, length).astype(np.int32)
+            context, last = hidden_states(rng, len(LAYER_IDS), length, HIDDEN), hidden_states(rng, len(rows), HIDDEN)
+            writer.add(encode_sample(Sample(f"row-{index}", ids, spans, context, last, rows), contract), f"row-{index}", index)
+        shards = writer.close()
+    write_commit(store, Commit(lease_id(0, ROWS), 1, 0, ROWS, tuple(shards)))
+    Manifest.current(store).save(store)
 
 
 def start(job: str, overrides: Sequence[str], **options: Any) -> "subprocess.Popen[str]":

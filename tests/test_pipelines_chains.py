@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pipeline_runs import ENVIRONMENT, Here, Workshop, result_of, run, start, write_rows
+from pipeline_runs import ENVIRONMENT, LAYER_IDS, Here, Workshop, result_of, run, start, write_cache, write_rows
 from safetensors.torch import save_file
-from storage_cases import hidden_states
 from test_drafters_released import CASES, checkpoint
 from tiny_models import HIDDEN, VOCABULARY, write_tiny_model
 
@@ -19,16 +18,10 @@ from corpus.answers import AnsweredRow
 from decoding.settings import SamplingSettings
 from drafters.released import from_deepspec
 from storage.checkpoint import load_drafter
-from storage.commits import Commit, lease_id, write_commit
-from storage.contract import Capture, Contract, DraftLayout, ensure_contract
-from storage.manifest import Manifest
+from storage.contract import DraftLayout
 from storage.object_store import ObjectStore, StorageSettings
-from storage.sample import Sample, supervised_rows
-from storage.shard import ShardWriter, encode_sample
-from storage.target_files import target_identity
 
 pytestmark = pytest.mark.timeout(900)
-LAYER_IDS, ROWS = (1, 2, 3, 4, 5), 12
 CHAINS = {"eagle3": ["drafter.block_length=3"], "mtp1": ["drafter.block_length=1"]}
 
 
@@ -41,26 +34,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     write_rows(shop.folder / "heldout.jsonl", [{"prompt": f"Name {n} colours."} for n in range(2)])
     write_cache(shop, "all")
     return shop
-
-
-def write_cache(shop: Workshop, rows_kept: Any) -> None:
-    model = shop.folder / "tiny llama"
-    capture = Capture(layer_ids=LAYER_IDS, max_length=128, codec="raw", last_hidden_rows=rows_kept)
-    contract = Contract(target_identity(model, str(model)), capture)
-    store = ObjectStore(StorageSettings(str(shop.stored / "cache")))
-    ensure_contract(store, contract)
-    with ShardWriter(store, contract, 1 << 20) as writer:
-        for index in range(ROWS):
-            rng = np.random.default_rng(index)
-            length = 24 + index
-            spans = np.array([[length // 3, length]], np.int32)
-            rows = supervised_rows(spans, length, rows_kept)
-            ids = rng.integers(0, VOCABULARY - 5, length).astype(np.int32)
-            context, last = hidden_states(rng, len(LAYER_IDS), length, HIDDEN), hidden_states(rng, len(rows), HIDDEN)
-            writer.add(encode_sample(Sample(f"row-{index}", ids, spans, context, last, rows), contract), f"row-{index}", index)
-        shards = writer.close()
-    write_commit(store, Commit(lease_id(0, ROWS), 1, 0, ROWS, tuple(shards)))
-    Manifest.current(store).save(store)
 
 
 def overrides(shop: Workshop, job: str, name: str, *more: str) -> list[str]:

@@ -19,8 +19,7 @@ import psutil
 import pytest
 import ray
 import torch
-from pipeline_runs import Workshop, run, start, write_rows
-from test_pipelines_chains import write_cache as write_pipeline_cache
+from pipeline_runs import Workshop, run, start, write_cache, write_rows
 from test_trainer import Make, Recording, random_cache, recipe_maker, tiny_target, trained, with_one_thread  # noqa: F401  # fixtures
 from tiny_models import write_tiny_model
 
@@ -174,7 +173,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     write_tiny_model(shop.folder / "tiny llama", "llama")
     write_rows(shop.folder / "prompts.jsonl", [{"prompt": "What is 1?"}])
     write_rows(shop.folder / "heldout.jsonl", [{"prompt": "Name 2 colours."}])
-    write_pipeline_cache(shop, "supervised")
+    write_cache(shop, "supervised")
     return shop
 
 
