@@ -21,7 +21,7 @@ from decoding.prediction import ServingCost
 from pipelines.job import JobError, finish, launch, mendable, notices, progress, write_json, write_text
 from pipelines.machine import room
 from pipelines.signals import stop_on_sigterm
-from pipelines.sweep_config import SweepJob
+from pipelines.sweep_config import SweepJob, each_once
 from pipelines.sweep_costs import Costs
 from pipelines.sweep_driver import Commands, Sweep
 from pipelines.sweep_report import write_dashboard
@@ -53,14 +53,14 @@ _DRAWING_SHARE = 0.03
 @hydra.main(config_path="../conf", config_name="sweep", version_base=None)
 @mendable
 def main(cfg: DictConfig) -> None:
-    typed = list(HydraConfig.get().overrides.task)
+    typed = each_once(HydraConfig.get().overrides.task)
     job = SweepJob.from_config(cfg)
     if job.mode == "best":
         show_best(job)
         return
     if job.mode == "resume":
         before = read_facts(job.folder).overrides
-        typed = [*before, *(each for each in typed if not each.startswith(("mode=", "sweep.name=")) and each not in before)]
+        typed = each_once([*before, *(each for each in typed if not each.startswith(("mode=", "sweep.name=")))])
         cfg = compose("sweep", typed)
         job = SweepJob.from_config(cfg)
     run(job, cfg, typed)

@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipelines.job import JobError
-from pipelines.sweep_config import sweep_folder
+from pipelines.sweep_config import each_once, sweep_folder
 from pipelines.sweep_trials import Book, Trial, best_of, read_facts, results
 from storage.places import Places
 
@@ -27,10 +27,8 @@ def chosen_config(cfg: DictConfig) -> DictConfig:
         )
     trial = _chosen(Path(cfg.output).expanduser().resolve(), cfg.sweep, str(cfg.trial))
     typed = [each for each in HydraConfig.get().overrides.task if not each.lstrip("+").startswith(("sweep=", "trial=", "experiment="))]
-    keys = {_key(each) for each in typed}
-    given = [each for each in shlex.split(trial.command)[3:] if _key(each) not in {*keys, "run.name"}]
-    name = [] if "run.name" in keys else [f"run.name={trial.run}-longer"]
-    return compose("train", [*given, *name, *typed])
+    given = [each for each in shlex.split(trial.command)[3:] if not each.startswith("run.name=")]
+    return compose("train", each_once([*given, f"run.name={trial.run}-longer", *typed]))
 
 
 def _chosen(output: Path, sweep: str, name: str) -> Trial:
@@ -44,7 +42,3 @@ def _chosen(output: Path, sweep: str, name: str) -> Trial:
     if name not in book.trials:
         raise JobError(f"sweep {sweep} has no trial {name!r}. There are: {', '.join(book.trials)}, and `best`")
     return book.trials[name]
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]

@@ -5,7 +5,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -258,6 +258,25 @@ def overrides_between(plain: Any, full: Any, path: str = "") -> list[str]:
     return [] if plain == full else [f"{path}={_typed(full)}"]
 
 
+def each_once(overrides: Iterable[str]) -> list[str]:
+    """Overrides that give the same config with no field named twice: the last value of a field counts, as on Hydra's command line.
+
+    Mappings stay as they are, since Hydra merges them, and so do deletions.
+    """
+    found: dict[str, str] = {}
+    for override in overrides:
+        matched = _ASSIGNMENT.fullmatch(override)
+        if matched is None:
+            found[override] = override
+            continue
+        before = _ASSIGNMENT.fullmatch(found.pop(matched["key"], ""))
+        # A field that the config lacks is added, whatever its later value is typed with.
+        sign = matched["sign"] or (before["sign"] if before is not None else "")
+        found[matched["key"]] = f"{sign}{matched['key']}={matched['value']}"
+    return list(found.values())
+
+
+_ASSIGNMENT = re.compile(r"(?P<sign>\+{0,2})(?P<key>[^=~+]+)=(?P<value>(?!\{).*)", re.DOTALL)
 _MISSING = object()
 
 

@@ -17,7 +17,7 @@ from actors.trial_record import TrialRecord
 from decoding.prediction import ServingCost
 from drafters.errors import DrafterError
 from pipelines.job import JobError
-from pipelines.sweep_config import Point, SweepJob, grid, overrides_between, trial_config
+from pipelines.sweep_config import Point, SweepJob, each_once, grid, overrides_between, trial_config
 from pipelines.sweep_costs import Costs
 from pipelines.sweep_search import Listed, Proposals
 from pipelines.sweep_trials import ENDED, Book, Result, Trial
@@ -41,14 +41,14 @@ class Commands:
     @classmethod
     def of_typed(cls, typed: Sequence[str]) -> "Commands":
         """Of a job's command line, inside Hydra."""
-        kept = tuple(each for each in typed if not each.lstrip("+~").startswith(("sweep", "mode=", "experiment=")))
+        kept = tuple(each for each in typed if not each.lstrip("+~").startswith(("sweep", "mode=", "experiment=", "run.name=")))
         return cls(kept, compose("train", [*kept, "run.name=trial"]))
 
     def of(self, config: DictConfig, run: str) -> str:
         """What trains that config by itself, as a run of another name."""
         plain, full = (OmegaConf.to_container(one, resolve=True) for one in (self.plain, config))
         differing = [each for each in overrides_between(plain, full) if not each.startswith("run.name=")]
-        return shlex.join(["python", "-m", "pipelines.train", *self.typed, *differing, f"run.name={run}-again"])
+        return shlex.join(["python", "-m", "pipelines.train", *each_once([*self.typed, *differing]), f"run.name={run}-again"])
 
 
 class Sweep:

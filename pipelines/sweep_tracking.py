@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipelines.figures import save
 from pipelines.job import write_json
-from pipelines.sweep_config import Dimension, Point, SweepJob, overrides_between, trial_config
+from pipelines.sweep_config import Dimension, Point, SweepJob, each_once, overrides_between, trial_config
 from pipelines.sweep_driver import Commands
 from pipelines.sweep_figures import axes_of, heat_map, parallel_coordinates
 from pipelines.sweep_report import measures
@@ -159,7 +159,8 @@ def wandb_sweep(job: SweepJob, cfg: DictConfig, commands: Commands) -> str:
     paths = {dimension.path for dimension in config.space}
     following = [each for each in overrides_between(before, full) if each.partition("=")[0] not in paths | {"run.name"}]
     # An agent gives each of its runs an id, which names the training run too.
-    command = ["${env}", "python", "-m", "pipelines.train", *commands.typed, *following, f"run.name={config.name}.${{oc.env:WANDB_RUN_ID}}"]
+    run = f"run.name={config.name}.${{oc.env:WANDB_RUN_ID}}"
+    command = ["${env}", "python", "-m", "pipelines.train", *each_once([*commands.typed, *following]), run]
     document: dict[str, Any] = {
         "name": config.name,
         "project": job.tracking.project,

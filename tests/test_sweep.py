@@ -31,8 +31,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> SweepShop:
 
 @pytest.fixture(scope="module")
 def swept(shop: SweepShop) -> Swept:
-    """One undisturbed sweep that the tests look at from all sides."""
-    return Swept(shop, finished(start("sweep", shop.sweep("first", "sweep.tensorboard=true"))))
+    """One undisturbed sweep that the tests look at from all sides. Some options are typed twice, as a script that adds its own does."""
+    twice = [f"output={shop.output}", "drafter.head_rank=4"]  # the latter is what trials differ in, too
+    return Swept(shop, finished(start("sweep", shop.sweep("first", "sweep.tensorboard=true", *twice))))
 
 
 @pytest.fixture
@@ -63,6 +64,15 @@ def test_the_decay_follows_the_block(swept: Swept) -> None:
     for block in BLOCKS:
         facts = json.loads((swept.shop.stored / "runs" / f"first.head_rank8-block_length{block}" / "run.json").read_text())
         assert facts["settings"]["decay"] == pytest.approx(4 * block / 7, abs=1e-5)
+
+
+def test_no_command_names_an_option_twice(swept: Swept) -> None:
+    shown = Page.of(swept.folder / "index.html").codes
+    commands = [*(row["command"] for row in swept.result["trials"]), *(line for line in shown if line.startswith("python -m"))]
+    assert len(commands) > 2 * len(NAMES)
+    for command in commands:
+        keys = [word.partition("=")[0].lstrip("+") for word in shlex.split(command)[3:]]
+        assert len(set(keys)) == len(keys), command
 
 
 def test_the_command_of_a_trial_trains_the_same_drafter_bit_for_bit(swept: Swept) -> None:

@@ -15,7 +15,7 @@ from actors.sweeping import OBJECTIVE, STEP, Halving, Told, _asha
 from decoding.prediction import ServingCost
 from decoding.throughput import Curve, ThroughputTable
 from pipelines import train_config  # noqa: F401  # its resolvers
-from pipelines.sweep_config import Dimension, Point, drawn, grid, overrides_between, parse_space
+from pipelines.sweep_config import Dimension, Point, drawn, each_once, grid, overrides_between, parse_space
 from pipelines.sweep_search import OptunaSearch
 
 pytestmark = pytest.mark.timeout(900)
@@ -81,6 +81,24 @@ def test_overrides_between_lead_from_one_config_to_the_other() -> None:
         found = overrides_between(OmegaConf.to_container(plain, resolve=True), full)
         assert OmegaConf.to_container(compose("train", ["run.name=x", *found]), resolve=True) == full
     assert len(found) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "once"),
+    [
+        ("output=a train.steps=1 output=b", "train.steps=1 output=b"),
+        ("output=a output=a", "output=a"),
+        ("+extra.a=1 extra.a=2", "+extra.a=2"),
+        ("train.ema=0.5 ++train.ema=null", "++train.ema=null"),
+        ("run.name='a=b' run.name=c", "run.name=c"),
+        ("train.steps=1 ~train.loss.tv train.steps=2", "~train.loss.tv train.steps=2"),
+        ("train.loss={ce:1} train.loss={tv:1} train.loss.tv=2", "train.loss={ce:1} train.loss={tv:1} train.loss.tv=2"),
+    ],
+)
+def test_a_field_is_named_once_and_gets_the_value_that_hydra_would_give_it(given: str, once: str) -> None:
+    assert each_once(given.split()) == once.split()
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        assert compose("train", once.split()) == compose("train", given.split())
 
 
 # Guided by what is known
