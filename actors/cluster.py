@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from actors.errors import ActorError
 
@@ -68,6 +68,8 @@ def original_error(error: BaseException) -> BaseException:
 
 def death_reason(error: RayActorError) -> str:
     """Why an actor died, in one line: what its constructor raised, else what Ray says first."""
+    if isinstance(error, ActorUnavailableError):
+        return "nothing answers there any more: its node may be gone"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Of a constructor's traceback the last line tells, after the error's class.
     return re.sub(r"^[\w.]+: ", "", lines[-1]) if error.actor_init_failed else lines[0]

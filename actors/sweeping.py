@@ -172,18 +172,26 @@ class _TrialBoard:
         self.record.starts += 1
         self.record.hosts = sorted({*self.record.hosts, socket.gethostname()})
         self._spent, self._started = self.record.seconds, time.perf_counter()
-        self._written, self._lock = 0.0, threading.Lock()
-        self._write()
+        self._written, self._unwritten, self._lock = 0.0, True, threading.Lock()
+        self.keep()
 
     def post(self, row: dict[str, Any]) -> None:
         scored = self.record.metric in row
         with self._lock:
             self.record.add(row)
+            self._unwritten = True
         if scored or time.monotonic() - self._written > _WRITE_SECONDS:
-            self._write()
+            self.keep()
         # The last scoring is told with the end: Tune would stop the trial before its drafter is there.
         if scored and row["step"] < self.plan.recipe.settings.steps:
             self._report(row["step"], row[self.record.metric])
+
+    def keep(self) -> None:
+        with self._lock:
+            if self._unwritten:
+                self.record.seconds = self._spent + time.perf_counter() - self._started
+                self.record.write(self.run)
+                self._written, self._unwritten = time.monotonic(), False
 
     def stopping(self) -> bool:
         return False
@@ -196,18 +204,12 @@ class _TrialBoard:
         standing = checkpointing.standing_of(self.run)
         if standing.best_tau is None:
             raise ActorError(f"no held-out row holds a block to score {self.plan.name} on: raise train.heldout_rows")
-        self.record.drafter, self.record.exported_step = drafter, step
-        self._write()
+        self.record.drafter, self.record.exported_step, self._unwritten = drafter, step, True
+        self.keep()
         self._report(standing.step, standing.best_tau)
 
     def _report(self, step: int, tau: float) -> None:
         tune.report({STEP: step, OBJECTIVE: self.plan.judged(tau), "finished": self.record.finished})
-
-    def _write(self) -> None:
-        with self._lock:
-            self.record.seconds = self._spent + time.perf_counter() - self._started
-            self.record.write(self.run)
-            self._written = time.monotonic()
 
 
 class _Here:

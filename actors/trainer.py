@@ -46,6 +46,10 @@ class Board(Protocol):
         """Take a row; any thread may call it."""
         ...
 
+    def keep(self) -> None:
+        """See that what was posted outlives this process: a checkpoint comes next, and the steps before it are not taken again."""
+        ...
+
     def stopping(self) -> bool:
         """Whether somebody wants the run to end after the step that it is in."""
         ...
@@ -277,6 +281,8 @@ class Worker:
         """Write a checkpoint; `together`: no rank goes on before it is whole."""
         weights, optimizer = (collect(state, self.rank == 0) for state in (self.optimizer.parameters, self.optimizer.state()))
         if self.rank == 0:
+            if self.board is not None:
+                self.board.keep()
             checkpointing.save(
                 self.recipe.run, weights, optimizer, self.standing, self.recipe.manifest_hash, self.settings.keep_checkpoints
             )

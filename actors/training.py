@@ -53,6 +53,9 @@ class RemoteBoard:
     def post(self, row: dict[str, Any]) -> None:
         ray.get(self.actor.post.remote(row))
 
+    def keep(self) -> None:
+        """Nothing to do: the driver's board is another process."""
+
     def stopping(self) -> bool:
         return bool(ray.get(self.actor.stopping.remote()))
 

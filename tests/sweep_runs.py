@@ -14,6 +14,7 @@ import psutil
 from pipeline_runs import Workshop, result_of, write_cache, write_rows
 from tiny_models import write_tiny_model
 
+from actors import checkpointing
 from actors.trial_record import TrialRecord
 from storage.object_store import ObjectStore, StorageSettings
 
@@ -35,11 +36,18 @@ class SweepShop(Workshop):
     def folder_of(self, sweep: str) -> Path:
         return self.output / "sweeps" / sweep
 
+    def run_of(self, sweep: str, trial: str) -> Path:
+        return self.stored / "runs" / f"{sweep}.{trial}"
+
     def record(self, sweep: str, trial: str) -> TrialRecord:
-        return TrialRecord.read(ObjectStore(StorageSettings(str(self.stored / "runs" / f"{sweep}.{trial}"))))
+        return TrialRecord.read(ObjectStore(StorageSettings(str(self.run_of(sweep, trial)))))
+
+    def step(self, sweep: str, trial: str) -> int:
+        """Of the trial's newest checkpoint."""
+        return checkpointing.standing_of(ObjectStore(StorageSettings(str(self.run_of(sweep, trial))))).step
 
     def weights(self, sweep: str, trial: str) -> bytes:
-        return (self.stored / "runs" / f"{sweep}.{trial}" / "drafter" / "model.safetensors").read_bytes()
+        return (self.run_of(sweep, trial) / "drafter" / "model.safetensors").read_bytes()
 
 
 def make_sweep_shop(folder: Path) -> SweepShop:
@@ -79,9 +87,10 @@ def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", 
         time.sleep(0.05)
 
 
-def trial_processes(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+def trial_processes(parent: int) -> list[psutil.Process]:
+    """Those that trials run in, below a sweep's process or a node's."""
     found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "ImplicitFunc" in " ".join(child.cmdline()):
                 found.append(child)

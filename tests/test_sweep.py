@@ -62,7 +62,7 @@ def test_every_combination_is_trained_and_judged(swept: Swept) -> None:
 
 def test_the_decay_follows_the_block(swept: Swept) -> None:
     for block in BLOCKS:
-        facts = json.loads((swept.shop.stored / "runs" / f"first.head_rank8-block_length{block}" / "run.json").read_text())
+        facts = json.loads((swept.shop.run_of("first", f"head_rank8-block_length{block}") / "run.json").read_text())
         assert facts["settings"]["decay"] == pytest.approx(4 * block / 7, abs=1e-5)
 
 
@@ -174,14 +174,14 @@ def test_a_killed_sweep_goes_on_and_loses_nothing(swept: Swept) -> None:
     wait_until(lambda: any(shop.record(name, trial).finished for trial in NAMES), process)
     process.kill()
     process.communicate()
-    done = {trial: contents(shop.stored / "runs" / f"{name}.{trial}") for trial in NAMES if shop.record(name, trial).finished}
+    done = {trial: contents(shop.run_of(name, trial)) for trial in NAMES if shop.record(name, trial).finished}
     assert 0 < len(done) < len(NAMES), "killed while there was more to do"
     result = finished(start("sweep", ["--resume", f"sweep={name}", f"output={shop.output}"]))
     assert [row["outcome"] for row in result["trials"]] == ["finished"] * 4
     for trial in NAMES:
         assert shop.weights(name, trial) == shop.weights("first", trial), trial
     for trial, before in done.items():
-        assert contents(shop.stored / "runs" / f"{name}.{trial}") == before, trial
+        assert contents(shop.run_of(name, trial)) == before, trial
     told = offline_runs(shop.folder_of(name))
     for trial in NAMES:
         runs = [run for run in told if run["name"] == trial]
@@ -195,7 +195,7 @@ def test_a_trial_whose_process_is_killed_is_tried_again_and_sigterm_ends_the_swe
     one = ["sweep.space.drafter.head_rank=[8]", "sweep.space.drafter.block_length=[2]", "tracking=none"]
     process, name = start("sweep", shop.sweep("struck", *long, *one)), "head_rank8-block_length2"
     wait_until(lambda: shop.record("struck", name).step >= 20, process)
-    struck = trial_processes(process)
+    struck = trial_processes(process.pid)
     assert len(struck) == 1
     struck[0].kill()
     wait_until(lambda: shop.record("struck", name).starts == 2 and shop.record("struck", name).step >= 20, process)
