@@ -1,6 +1,7 @@
-"""Sweeps on a Ray cluster whose nodes die with all that runs on them."""
+"""Sweeps on a Ray cluster of several nodes: they die with all that runs on them, and trials share their GPUs."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -9,6 +10,7 @@ from pipeline_runs import ENVIRONMENT, contents, start
 from sweep_runs import NAMES, SweepShop, finished, make_sweep_shop, trial_processes, wait_until
 
 from actors.trial_record import TrialRecord
+from pipelines.sweep_trials import Book
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = 600
@@ -102,3 +104,17 @@ def test_a_sweep_goes_on_when_nodes_die_and_finds_the_same(shop: SweepShop, node
         assert shop.weights("hit", trial) == shop.weights("whole", trial), trial
         assert figures(shop.record("hit", trial)) == figures(shop.record("whole", trial)), trial
     assert result["best"] == whole["best"]
+
+
+def test_two_trials_share_a_gpu_by_halves(shop: SweepShop, nodes: Nodes) -> None:
+    """Ray is told of a GPU that is not there: trials are placed by it and train on the CPU."""
+    nodes.add(num_cpus=4, num_gpus=1)
+    halves = ["workers.gpus=0.5", "sweep.space.drafter.head_rank=[8]", "sweep.space.drafter.block_length=[2,3,4]"]
+    process = start("sweep", shop.sweep("halves", *LONG, *PLAIN, *halves, f"cluster.address={nodes.cluster.address}"))
+    together = set()
+    while process.poll() is None:
+        together.add(sum(trial.outcome == "running" for trial in Book.open(shop.folder_of("halves"))))
+        time.sleep(0.05)
+    result = finished(process)
+    assert [row["outcome"] for row in result["trials"]] == ["finished"] * 3
+    assert max(together) == 2
