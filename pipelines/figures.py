@@ -93,7 +93,7 @@ def series_style(index: int) -> dict[str, Any]:
 
 
 def logarithmic(axes: Axes, name: str, base: int) -> None:
-    """Make axis `name`, x or y, logarithmic, with plain numbers on it: matplotlib's own powers are mathematics, which STYLE leaves alone."""
+    """Make axis `name`, x or y, logarithmic, with plain numbers: powers would be mathematics, which STYLE leaves alone."""
     getattr(axes, f"set_{name}scale")("log", base=base)
     axis = getattr(axes, f"{name}axis")
     axis.set_major_locator(LogLocator(base, subs=(1, 2, 5) if base == 10 else (1,)))
