@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -44,12 +45,24 @@ class RaggedRows:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, ragged: RaggedRows, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, ragged: RaggedRows | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' SDPA for a flat query [1, heads, N, d], keys and values [B, heads, span, d] and a mask [B, 1, Q, span]."""
-    padded = ragged.pad(query.transpose(1, 2)).transpose(1, 2)
-    output, _ = sdpa_attention_forward(module, padded, key, value, attention_mask, **kwargs)
-    return ragged.pack(output), None
+    """SDPA for a query [B, heads, Q, d] or a flat one [1, heads, N, d], keys and values [B, key heads, span, d] and a mask [B, 1, Q, span].
+
+    Query heads that share a key head stand below each other as queries of that one head. Transformers' own form copies keys and values for
+    each of them instead, which with many requests and few tokens of each takes longer than all the rest of a pass.
+    """
+    padded = query if ragged is None else ragged.pad(query.transpose(1, 2)).transpose(1, 2)
+    batch, heads, width, size = padded.shape
+    groups = heads // key.shape[1]
+    if groups * width <= heads * size:
+        stacked = padded.reshape(batch, -1, groups * width, size)
+        mask = attention_mask.repeat(1, 1, groups, 1)
+        attended = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
+        output = attended.reshape(batch, heads, width, size).transpose(1, 2).contiguous()
+    else:  # a long text: its repeated mask would be larger than repeated keys
+        output, _ = sdpa_attention_forward(module, padded, key, value, attention_mask, **kwargs)
+    return output if ragged is None else ragged.pack(output), None
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -57,9 +70,9 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def ragged_attention(config: Any) -> Iterator[None]:
-    """A model of this configuration takes flat queries for the length of the block; it needs `ragged=` as an argument then."""
+    """A model of this configuration with SDPA attends as above for the length of the block; flat queries need `ragged=` as an argument."""
     before = config._attn_implementation
-    config._attn_implementation = _NAME
+    config._attn_implementation = _NAME if before == "sdpa" else before
     try:
         yield
     finally:

@@ -118,7 +118,7 @@ class TransformersTarget:
         positions = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
         ragged = RaggedRows.of(counts, width) if width > 1 and self.config._attn_implementation == "sdpa" else None
         masks = self._masks(positions, span)
-        with self._captured(capture) as streams:
+        with self._captured(capture) as streams, ragged_attention(self.config):
             if ragged is None or len(ragged.rows) == tokens.numel():
                 cache.begin(positions, span)
                 out = self._decoder(input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -140,15 +140,14 @@ class TransformersTarget:
     ) -> tuple[Tensor, list[Tensor]]:
         """The real tokens only; padded again afterwards."""
         cache.begin(positions, span, ragged)
-        with ragged_attention(self.config):
-            out = self._decoder(
-                input_ids=ragged.pack(tokens),
-                attention_mask=masks,
-                position_ids=ragged.pack(positions),
-                past_key_values=cache,
-                use_cache=True,
-                ragged=ragged,
-            )
+        out = self._decoder(
+            input_ids=ragged.pack(tokens),
+            attention_mask=masks,
+            position_ids=ragged.pack(positions),
+            past_key_values=cache,
+            use_cache=True,
+            ragged=ragged,
+        )
         return ragged.pad(out.last_hidden_state), [ragged.pad(stream) for stream in streams]
 
     @torch.inference_mode()
