@@ -13,7 +13,7 @@ from actors.trial_record import TrialRecord
 from pipelines.sweep_trials import Book
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-STEPS = 600
+STEPS = 1200
 LONG = [f"train.steps={STEPS}", "train.checkpoint_every=20", "train.score_every=100", "train.log_every=5"]
 PLAIN = ["sweep.serving=null", "tracking=none"]
 
@@ -80,7 +80,7 @@ def test_a_sweep_goes_on_when_nodes_die_and_finds_the_same(shop: SweepShop, node
         return {trial: (shop.step("hit", trial), shop.record("hit", trial)) for trial in NAMES}
 
     # One of two nodes: its trial has to wait for the other.
-    wait_until(lambda: any(shop.record("hit", trial).finished for trial in NAMES) and len(at_work(40, STEPS // 2)) == 2, process)
+    wait_until(lambda: any(shop.record("hit", trial).finished for trial in NAMES) and len(at_work(40, 2 * STEPS // 3)) == 2, process)
     first = killed()
     done = {trial: contents(shop.run_of("hit", trial)) for trial, (_, record) in first.items() if record.finished}
     wait_until(lambda: any(shop.record("hit", trial).starts == 2 for trial in NAMES), process)
