@@ -29,13 +29,12 @@ from pipelines.report_data import (
     Facts,
     HeadCost,
     Reliability,
-    SampleText,
     Settings,
     StageTime,
     reliabilities_from,
-    token_pieces,
     training_points,
 )
+from pipelines.sample_text import SampleText, token_pieces
 from pipelines.scores import by_domain, drafter_result, gains, score, taus, threshold_sweeps, timing
 from pipelines.target import Target
 from storage.calibration import drafter_hash

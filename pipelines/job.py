@@ -24,7 +24,7 @@ from corpus.errors import CorpusError
 from corpus.sources import SourceSpec
 from decoding.errors import DecodingError
 from drafters.errors import DrafterError
-from pipelines.report_data import ReportError
+from pipelines.plain_data import ReportError
 from pipelines.target import TargetConfig, UnknownTarget, as_overrides, quoted
 from storage.errors import StorageError
 from storage.object_store import ObjectStore, StorageSettings

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from pipelines import figures
-from pipelines.report_data import ReportError
+from pipelines.plain_data import ReportError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
 from pipelines.figures import MUTED, SERIES, draw_acceptance, draw_losses, draw_tau_teacher_forced, styled
-from pipelines.report_data import EvaluationReport, Origin, SampleText
+from pipelines.report_data import EvaluationReport
+from pipelines.sample_text import Origin, SampleText
 
 WIDTH, HEIGHT = 12.0, 7.7  # inches
 PAGE, CARD, LINE = "#f4f6f8", "#ffffff", "#e3e7ec"
@@ -116,7 +117,7 @@ def _headline(figure: Figure, report: EvaluationReport, top: float, height: floa
         tiles += [("wall clock", f"{timing.ratio:.2f}×", "against plain decoding")]
     if first and first[0].trials:
         tiles += [("first draft token", f"{first[0].value * 100:.0f} %", "accepted by the target")]
-    tiles += [("held-out prompts", f"{report.prompts:,}", f"temperature {settings.temperature:g}, block {settings.block_length}")]
+    tiles += [(report.prompts_are, f"{report.prompts:,}", f"temperature {settings.temperature:g}, block {settings.block_length}")]
     gap = 0.16
     width = (WIDTH - 0.8 - gap * (len(tiles) - 1)) / len(tiles)
     for index, (label, value, detail) in enumerate(tiles):

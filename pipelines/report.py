@@ -14,6 +14,7 @@ from pipelines import comparison_figures as comparison
 from pipelines import figures
 from pipelines.figures import duration
 from pipelines.page import publish
+from pipelines.plain_data import ReportError
 from pipelines.poster import poster
 from pipelines.report_data import (
     Acceptance,
@@ -22,19 +23,15 @@ from pipelines.report_data import (
     EvaluationReport,
     Facts,
     HeadCost,
-    Origin,
     Ratio,
-    ReportError,
-    SampleRound,
-    SampleText,
     Settings,
     StageTime,
     Timing,
     TrainingPoint,
     bootstrap_tau,
-    token_pieces,
     training_points,
 )
+from pipelines.sample_text import Origin, SampleRound, SampleText, token_pieces
 from pipelines.tables import comparison_tables, round_tables
 
 __all__ = [

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from pipelines.plain_data import ReportError, from_plain
+from pipelines.sample_text import SampleText
+
 if TYPE_CHECKING:
-    from decoding.settings import Round
+    pass
 
 Kind = Literal["conditional", "prefix"]
-Origin = Literal["accepted", "bonus", "correction", "target"]
 
 METRIC_OF_KIND: dict[Kind, str] = {"conditional": "accept_cond", "prefix": "accept_prefix"}
 TRAINING_TERMS = ("loss", "ce", "tv", "confidence_bce", "soft_ce", "lk", "lk_hybrid")
 _SINGLE = ("tau_teacher_forced", "heldout/tau_teacher_forced", "heldout/tau", "heldout/confidence_bias")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class ReportError(ValueError):
-    """The data of a report contradicts itself or does not have the report's form."""
 
 
 @dataclass(frozen=True)
@@ -125,75 +121,6 @@ class StageTime:
     stage: str
     seconds: float
     skipped: bool = False
-
-
-@dataclass(frozen=True)
-class SampleRound:
-    """One verification round of a sample text: what was drafted, how much of it stood, and the texts of the tokens committed.
-
-    `rejected` are the texts of the drafted tokens that did not stand: the first was refused, those after it fell with it.
-    """
-
-    drafted: int
-    accepted: int
-    tokens: tuple[str, ...]
-    confidence: tuple[float, ...] = ()
-    rejected: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.accepted <= self.drafted:
-            raise ReportError(f"a round cannot accept {self.accepted} of {self.drafted} drafted tokens")
-        if len(self.tokens) > self.accepted + 1:
-            raise ReportError(f"a round that accepted {self.accepted} commits at most {self.accepted + 1} tokens, not {len(self.tokens)}")
-        if self.confidence and len(self.confidence) != self.drafted:
-            raise ReportError(f"{len(self.confidence)} confidences for {self.drafted} drafted tokens")
-        if len(self.rejected) > self.drafted - self.accepted:
-            raise ReportError(f"{len(self.rejected)} tokens cannot be rejected where {self.accepted} of {self.drafted} were accepted")
-
-    def origins(self) -> tuple[Origin, ...]:
-        """Where each committed token comes from; the last one is the target's own unless the text ended before it."""
-        own: Origin = "target" if not self.drafted else "bonus" if self.accepted == self.drafted else "correction"
-        return tuple("accepted" if slot < self.accepted else own for slot in range(len(self.tokens)))
-
-
-@dataclass(frozen=True)
-class SampleText:
-    """One generated answer: the token that the target's prefill gave, which belongs to no round, then round by round."""
-
-    domain: str
-    prompt: str
-    first: str
-    rounds: tuple[SampleRound, ...]
-
-    @property
-    def tau(self) -> float | None:
-        """Tokens committed per verification round of this text; None where it ended before the first round."""
-        return sum(len(round_.tokens) for round_ in self.rounds) / len(self.rounds) if self.rounds else None
-
-    def origins(self) -> set[Origin]:
-        """The origins that occur in the text."""
-        return {"target", *(origin for round_ in self.rounds for origin in round_.origins())}
-
-    @classmethod
-    def from_rounds(
-        cls, domain: str, prompt: str, pieces: Sequence[str], rounds: Iterable[Round], word: Callable[[int], str] | None = None
-    ) -> SampleText:
-        """Cut an answer's token texts (see `token_pieces`) into the rounds that decoding recorded for it.
-
-        `word` gives the text of a single token, for those that were rejected; None leaves them out.
-
-        Raises ReportError where the rounds do not commit all tokens but the first.
-        """
-        cut, at = [], 1
-        for round_ in rounds:
-            refused = () if round_.stopped_in_draft else round_.draft[round_.accepted :]
-            rejected = tuple(word(token) for token in refused) if word else ()
-            tokens = tuple(pieces[at : at + round_.committed])
-            cut.append(SampleRound(round_.drafted, round_.accepted, tokens, tuple(round_.confidence), rejected))
-            at += round_.committed
-        if at != len(pieces):
-            raise ReportError(f"one first token and the rounds make {at} tokens, the text has {len(pieces)}")
-        return cls(domain, prompt, pieces[0], tuple(cut))
 
 
 @dataclass(frozen=True)
@@ -408,12 +335,12 @@ class EvaluationReport:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EvaluationReport:
         """Inverse of `to_dict`, also after a trip through JSON. Raises ReportError that names the first field that is wrong."""
-        return _build(cls, data, "report")
+        return from_plain(cls, data, "report")
 
 
 def reliabilities_from(rows: Sequence[Any]) -> tuple[Reliability, ...]:
     """Diagrams from a result file's plain data. Raises ReportError that names the first field that is wrong."""
-    return tuple(_build(Reliability, row, f"reliability[{index}]") for index, row in enumerate(rows))
+    return tuple(from_plain(Reliability, row, f"reliability[{index}]") for index, row in enumerate(rows))
 
 
 def bootstrap_tau(tokens: Sequence[int], rounds: Sequence[int], resamples: int = 1000, seed: int = 0) -> tuple[Estimate, Estimate]:
@@ -437,28 +364,6 @@ def bootstrap_tau(tokens: Sequence[int], rounds: Sequence[int], resamples: int =
         return Estimate(float(value), float(low), float(high))
 
     return estimate(pairs[:, 0].sum() / pairs[:, 1].sum(), pooled), estimate((pairs[:, 0] / pairs[:, 1]).mean(), per_request)
-
-
-def token_pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """The text each token adds, so that joining them gives the whole text.
-
-    A byte-level token may hold a part of a character only: its piece is empty, and the character goes to the token that completes it.
-
-    Args:
-        decode: the tokenizer's decode, special tokens kept where they shall be seen.
-        ids: the tokens of one answer.
-    """
-    pieces: list[str] = []
-    start = shown = 0  # decode from `start` on: enough context for the tokenizer's spacing rules, without decoding the whole text per token
-    for end in range(1, len(ids) + 1):
-        before = decode(list(ids[start:shown]))
-        text = decode(list(ids[start:end]))
-        if text.endswith(REPLACEMENT) and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        start, shown = shown, end
-    return pieces
 
 
 def training_points(records: Iterable[Mapping[str, Any]]) -> tuple[TrainingPoint, ...]:
@@ -488,40 +393,3 @@ def _by_position(record: Mapping[str, Any]) -> tuple[float, ...]:
     """heldout/one_minus_tv@1, @2, ... as far as the record has them."""
     names = (f"heldout/one_minus_tv@{k}" for k in itertools.count(1))
     return tuple(float(record[name]) for name in itertools.takewhile(lambda name: record.get(name) is not None, names))
-
-
-T = TypeVar("T")
-
-
-def _build(cls: type[T], data: Any, where: str) -> T:
-    """A dataclass from plain data, every field checked."""
-    if not isinstance(data, Mapping):
-        raise ReportError(f"{where} must be an object, not {type(data).__name__}")
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    if unknown := sorted(set(data) - set(known)):
-        raise ReportError(f"{where} has unknown fields: {', '.join(unknown)}")
-    required = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
-    if missing := sorted(required - set(data)):
-        raise ReportError(f"{where} lacks: {', '.join(missing)}")
-    hints = get_type_hints(cls)
-    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return None if value is None and types.NoneType in arguments else _value(arguments[0], value, where)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ReportError(f"{where} must be a list, not {type(value).__name__}")
-        return tuple(_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ReportError(f"{where} must be an object, not {type(value).__name__}")
-        return {str(key): _value(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if is_dataclass(hint):
-        return _build(hint, value, where)  # type: ignore[arg-type]
-    number = hint is float and isinstance(value, int) and not isinstance(value, bool)
-    if not (number or isinstance(value, hint)) or (isinstance(value, bool) and hint is not bool):
-        raise ReportError(f"{where} must be {hint.__name__}, not {value!r}")
-    return float(value) if number else value

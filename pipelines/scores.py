@@ -11,20 +11,9 @@ import numpy as np
 from actors.decoder import PLAIN, Decoded
 from decoding.metrics import acceptance_metrics, threshold_counts
 from decoding.settings import Generation
+from pipelines.plain_data import ReportError
 from pipelines.prompt_sets import PromptSet
-from pipelines.report_data import (
-    Acceptance,
-    DrafterResult,
-    Estimate,
-    Gain,
-    Ratio,
-    ReportError,
-    Score,
-    Sweep,
-    ThresholdPoint,
-    Timing,
-    bootstrap_tau,
-)
+from pipelines.report_data import Acceptance, DrafterResult, Estimate, Gain, Ratio, Score, Sweep, ThresholdPoint, Timing, bootstrap_tau
 
 RESAMPLES = 2000
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from pipelines import figures
 from pipelines.figures import duration
 from pipelines.page import Tile, publish
-from pipelines.report_data import ReportError
+from pipelines.plain_data import ReportError
 from pipelines.sweep_figures import acceptance_by_position, axes_of, heat_map, learning_figure, parallel_coordinates, shown
 from pipelines.sweep_trials import Result, SweepFacts, best_of
 
