@@ -22,8 +22,14 @@ class ClusterSettings:
 
 # For processes that compute on the CPU. OpenMP threads that spin for long while they wait slow a step several times over as soon as
 # anything else runs on the same cores. Large pages for malloc: a step allocates and frees buffers of tens of MB, and without them a
-# tenth of its time goes into page faults.
-CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# tenth of its time goes into page faults. oneDNN keeps the kernels of the last 1,024 shapes that it met, of some 10 MB each in training,
+# where no step has the shapes of another: 10 GB after some hundred steps. The last 64 hold the shapes of a step.
+CPU_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "20000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
 
 
 @contextmanager
