@@ -82,8 +82,9 @@ class _PerSequence:
 
 
 def visible_context(starts: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-    """[B, m, T] bool: may an asking slot of the block that starts at starts[b] see the context at positions[t]?"""
-    before = positions[None, None, :] < starts[:, None, None]
+    """[B, m, T] bool: may a slot of the block starting at starts[b] see the context at positions[t], or [b, t]? Below 0 there is none."""
+    positions = positions.expand(len(starts), -1)[:, None]
+    before = (positions >= 0) & (positions < starts[:, None, None])
     if slots.window is None:
         return before.expand(-1, slots.count, -1)
     queries = starts[:, None] + slots.first + torch.arange(slots.count, device=starts.device)

@@ -87,6 +87,22 @@ class ContextCache:
         some.values = [plane[rows, :longest] for plane in self.values]
         return some
 
+    def before(self, starts: Tensor, window: int | None) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """What blocks that start at positions starts ([B]) may see, or little more.
+
+        With a window that is so many positions at most, however long the texts are.
+
+        Returns:
+            Per layer keys and values [B, T, kv_heads, head_dim]; their positions, [T] or [B, T], below 0 where there is nothing.
+        """
+        longest = int(starts.max())
+        if window is None or window > longest:
+            positions = torch.arange(longest, device=starts.device)
+            return [(keys[:, :longest], values[:, :longest]) for keys, values in zip(self.keys, self.values, strict=True)], positions
+        positions = starts[:, None] + torch.arange(1 - window, 0, device=starts.device)
+        places = torch.arange(len(starts), device=starts.device)[:, None], positions.clamp(min=0)
+        return [(keys[places], values[places]) for keys, values in zip(self.keys, self.values, strict=True)], positions
+
     def require_room(self, features: Tensor, counts: Tensor, width: int) -> None:
         """DrafterError unless the first counts[b] rows of features [B, n, width] can be appended to every request."""
         batch_size, n, given = features.shape
@@ -268,8 +284,7 @@ class Backbone(nn.Module):
             DrafterError: where the context before an anchor is not in the cache.
         """
         cache.require_context(anchor_positions)
-        longest = int(anchor_positions.max())
-        positions = torch.arange(longest, device=anchor_positions.device)
+        context, positions = cache.before(anchor_positions, self.config.window)
         spare, own_visible = self.config.input_slots - self.config.block_length, None
         slots = self.config.input_slots if lengths is None else int(lengths.max()) + spare
         if lengths is not None and bool((lengths + spare < slots).any()):
@@ -279,7 +294,6 @@ class Backbone(nn.Module):
         def attend(q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
             return joint_attention(q, context_k, context_v, block_k, block_v, visible, own_visible)
 
-        context = [(keys[:, :longest], values[:, :longest]) for keys, values in zip(cache.keys, cache.values, strict=True)]
         return self._run(target_head, anchor_tokens, anchor_positions, context, attend, slots)
 
     def _run(

@@ -180,14 +180,13 @@ class Chain(nn.Module):
         if bool((cache.lengths > anchor_positions).any()) or bool((anchor_positions < 1).any()):
             raise DrafterError(f"a chain goes on after the {cache.lengths.tolist()} positions it holds, not at {anchor_positions.tolist()}")
         starts = anchor_positions - 1
-        longest = int(starts.max())
-        positions = torch.arange(longest, device=starts.device)
+        (context,), positions = cache.before(starts, self.config.window)
 
         def attend(slot: int) -> BlockAttention:
             visible = visible_context(starts, positions, Slots(1, self.config.window, slot))
             return lambda q, context_k, context_v, block_k, block_v: joint_attention(q, context_k, context_v, block_k, block_v, visible)
 
-        return ChainRun(self, target_head, cache.pending, starts, (cache.keys[0][:, :longest], cache.values[0][:, :longest]), attend)
+        return ChainRun(self, target_head, cache.pending, starts, context, attend)
 
     def rotary(self, positions: Tensor) -> Rotary:
         return rotary_of(self.config, positions, self.dtype)
