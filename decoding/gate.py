@@ -4,7 +4,6 @@ Decisions are made from past rounds alone, hence lossless whatever policy then d
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,28 +22,14 @@ class DraftCosts(Protocol):
         """Of drafting blocks of `length` tokens for that many requests."""
 
 
-@dataclass
-class _Request:
-    """What is remembered of one request.
-
-    Attributes:
-        survival: [g] running mean of its calibrated survival, as of whole blocks.
-        idle: rounds since it was drafted for last.
-        patience: idle rounds after which it is tried again; doubles each time that does not bring it back.
-    """
-
-    survival: np.ndarray
-    idle: int = 0
-    patience: int = 0
-
-
 class DraftGate(Policy):
     """Draft for those requests, and so many tokens, that expected throughput is highest; verification is the inner policy's.
 
     For some shares of the batch (those with the highest expected gain first) and some block lengths, the expected throughput is worked out
     from the cost table, verification sized as the capacity search would. A shorter block is made with fewer slots, which costs less and
     is another draft, since slots see each other: its survival is the whole block's times a ratio that was measured, and a length that was
-    not measured is never chosen. A request that is passed over is tried again after a while, so that it can recover.
+    not measured is never chosen. Requests that are passed over are tried with the shortest block now and then, so that they can recover: as
+    often as a stated share of the time pays for.
     """
 
     needs_confidence = True
@@ -59,27 +44,26 @@ class DraftGate(Policy):
         prior: np.ndarray,
         shorter: Mapping[int, np.ndarray] | None = None,
         memory: float = 8.0,
-        probe_after: int = 8,
-        probe_at_most: int = 64,
+        probing: float = 0.02,
     ) -> None:
         """
         Args:
             prior: [g] survival that a request is credited with before anything is known of it.
             shorter: by block length w below g, [w] measured survival of such blocks over that of whole ones. None: only whole blocks.
-            memory: rounds after which an observation's weight has fallen to 1/e.
-            probe_after, probe_at_most: idle rounds before a request is tried again, the first time and at most.
+            memory: observations of a request after which one's weight has fallen to 1/e.
+            probing: share of the time that may go into trying requests that are passed over.
         """
         self.inner, self.calibrator, self.costs = inner, calibrator, costs
         self.name = f"gate + {inner.name}"
         self.prior, self.blend = np.asarray(prior, dtype=np.float64), 1 - float(np.exp(-1 / memory))
-        self.probe_after, self.probe_at_most = probe_after, probe_at_most
+        self.probing, self._saved = probing, 0.0  # seconds that may be spent so by now
         self.ratios = {**(shorter or {}), len(self.prior): np.ones_like(self.prior)}
         self._lengths = list(self.ratios)
         self._scale = np.zeros((len(self._lengths), len(self.prior)))  # [lengths, g] of a block's survival over a whole one's
         for row, length in enumerate(self._lengths):
             self._scale[row, :length] = self.ratios[length]
         self._priced: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._known: dict[int, _Request] = {}
+        self._known: dict[int, np.ndarray] = {}  # by request [g], running mean of its calibrated survival, as of whole blocks
 
     def begin(self) -> None:
         self._known.clear()
@@ -87,18 +71,24 @@ class DraftGate(Policy):
 
     def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
         limits = self.inner.plan(requests, limits)
-        known = [self._known.setdefault(int(r), _Request(self.prior.copy(), patience=self.probe_after)) for r in requests]
-        survival = np.where(np.arange(len(self.prior)) < limits[:, None], np.stack([one.survival for one in known]), 0.0)
+        known = [self._known.setdefault(request, self.prior.copy()) for request in requests.tolist()]
+        survival = np.where(np.arange(len(self.prior)) < limits[:, None], np.stack(known), 0.0)
         widths = np.minimum(self._best(survival), limits)
-        probed = np.array([one.idle >= one.patience for one in known]) & (widths == 0)
-        widths = np.where(probed, limits, widths)
-        for one, width, probe in zip(known, widths.tolist(), probed.tolist(), strict=True):
-            if probe:
-                one.patience = min(2 * one.patience, self.probe_at_most)
-            elif width:
-                one.patience = self.probe_after
-            one.idle = 0 if width else one.idle + 1
-        return widths
+        idle = (widths == 0) & (limits > 0)
+        return np.where(idle, np.minimum(limits, self._probe(len(requests), int(idle.sum()))), widths)
+
+    def _probe(self, requests: int, idle: int) -> int:
+        """Tokens to draft for those that are passed over: 0, or the shortest block once there is time for it."""
+        if not idle:
+            return 0
+        shortest = min(self._lengths)
+        _, seconds, _ = self._prices(requests)
+        self._saved += self.probing * seconds[0]
+        price = self.costs.block_seconds(idle, shortest) + seconds[idle * shortest] - seconds[0]
+        if self._saved < price:
+            return 0
+        self._saved -= price
+        return shortest
 
     def lengths(self, requests: np.ndarray, drafted: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         return self.inner.lengths(requests, drafted, confidence)
@@ -110,7 +100,7 @@ class DraftGate(Policy):
         survival = self.calibrator.survival(outcome.confidence)
         for row, (request, drafted) in enumerate(zip(outcome.requests.tolist(), outcome.drafted.tolist(), strict=True)):
             if drafted:
-                mean = self._known[request].survival[:drafted]
+                mean = self._known[request][:drafted]
                 mean += self.blend * (self._as_whole(survival[row, :drafted]) - mean)
 
     def _as_whole(self, survival: np.ndarray) -> np.ndarray:

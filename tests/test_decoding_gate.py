@@ -1,5 +1,7 @@
 """The draft gate: drafts where it pays, from past rounds only, and keeps the target's distribution."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -103,18 +105,27 @@ def test_a_shorter_block_tells_of_whole_ones_by_the_measured_ratio():
     one = gate(0.01, memory=1e-9)  # the last round alone is remembered
     one.plan(np.arange(2), np.full(2, BLOCK))
     one.observe(outcome([0, 1], [2, 0], [[0.5, 0.5], [0.5, 0.5]]))
-    assert one._known[0].survival == pytest.approx([0.5 / 0.95, 0.25 / 0.8, 0.125, 0.0625])
-    assert one._known[1].survival == pytest.approx([0.5, 0.25, 0.125, 0.0625])
+    assert one._known[0] == pytest.approx([0.5 / 0.95, 0.25 / 0.8, 0.125, 0.0625])
+    assert one._known[1] == pytest.approx([0.5, 0.25, 0.125, 0.0625])
 
 
 def test_a_passed_over_request_is_tried_again_and_recovers():
-    one = gate(0.15, prior=0.02, probe_after=4, probe_at_most=16)
+    one = gate(0.15, prior=0.02, probing=0.053)
     plans = run(one, 60, [0.02])
     tried = [step for step, plan in enumerate(plans) if plan[0]]
-    assert tried[0] == 4
-    assert np.diff(tried).tolist()[:3] == [9, 17, 17]  # patience doubles up to its bound
-    recovered = run(one, 60, [0.95])
+    # A round takes 1.1 s, of which 0.0583 go into probing; drafting a token takes 0.16 s and verifying it 0.1.
+    assert tried == [math.ceil(0.26 * n / 0.0583) - 1 for n in range(1, 14)]
+    assert {plan[0] for plan in plans} == {0, 1}
+    recovered = run(one, 400, [0.95])
     assert sum(plan[0] > 0 for plan in recovered[-20:]) == 20
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_probing_takes_no_more_than_its_share_of_the_time(requests):
+    one = gate(0.3, prior=0.02, probing=0.02)
+    plans, costs = run(one, 1000, [0.02] * requests), Costs(0.3)
+    spent = sum(costs.block_seconds(np.count_nonzero(plan), max(plan)) + 0.1 * sum(plan) for plan in plans)
+    assert 0.015 < spent / (1000 * (1 + 0.1 * requests)) <= 0.02
 
 
 def test_limits_hold_and_the_inner_policy_still_decides():
@@ -193,7 +204,7 @@ def test_gated_decoding_keeps_the_targets_distribution(rollouts):
             planned.update(lengths.tolist())
             return lengths
 
-    one = Mixed(HardwareAware(calibrator, costs), calibrator, costs, np.full(block, 0.75), shorter, memory=2, probe_after=1)
+    one = Mixed(HardwareAware(calibrator, costs), calibrator, costs, np.full(block, 0.75), shorter, memory=2, probing=0.3)
     settings = SamplingSettings(temperature=1.5, max_new_tokens=new, seed=3)
     generations = speculative_decode(TransformersTarget(model, LAYERS), drafter, [[1]] * rollouts, settings, batch_size=5_000, policy=one)
     assert {r.drafted > 0 for g in generations for r in g.rounds[:2]} == {True, False}
