@@ -18,6 +18,8 @@ from drafters.drafter import Drafter
 
 PREFILL_TOKENS = 4096
 """Padded prompt tokens in one prefill pass, so that masks and features stay small however long the prompts are."""
+MOST_BEHIND = 32
+"""Rounds without a draft after which the drafter's context is brought up to date all the same, so that their features stay few."""
 
 
 @torch.inference_mode()
@@ -64,7 +66,11 @@ def speculative_decode(
 
 
 class _Batch:
-    """Requests decoded together. Slot b of every tensor is request `requests[b]`; slots close up as requests finish."""
+    """Requests decoded together. Slot b of every tensor is request `requests[b]`; slots close up as requests finish.
+
+    Those with the longest prompts come first: attention goes by neighbours of about one length, and what closes up comes from behind, so
+    that nobody's neighbours get longer.
+    """
 
     def __init__(
         self,
@@ -77,18 +83,19 @@ class _Batch:
     ) -> None:
         count, block = len(prompts), drafter.config.block_length if drafter else 0
         room = max(len(prompt) for prompt in prompts) + settings.max_new_tokens + block
+        # The host's side: who sits in which slot, how many tokens each may still get, and what happened.
+        self.requests = np.argsort([-len(prompt) for prompt in prompts], kind="stable")
+        self.remaining = np.full(count, settings.max_new_tokens)
         self.target, self.drafter, self.settings, self.prompts, self.policy = target, drafter, settings, prompts, policy
         self.device, self.block = target.device, block
         self.cache = target.new_cache(count, room)
         self.context = drafter.new_cache(count, room) if drafter else None
-        self.streams = RandomStreams(settings.seed, ids, self.device)
+        self.behind: list[tuple[Tensor, Tensor, Tensor]] = []  # features, counts and tokens that the context lacks so far
+        self.streams = RandomStreams(settings.seed, [ids[request] for request in self.requests], self.device)
         self.stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64, device=self.device)
         self.output = torch.zeros(count, settings.max_new_tokens + block + 1, dtype=torch.int64, device=self.device)
         self.anchor = torch.zeros(count, dtype=torch.int64, device=self.device)
         self.produced = torch.zeros(count, dtype=torch.int64, device=self.device)
-        # The host's side: who sits in which slot, how many tokens each may still get, and what happened.
-        self.requests = np.arange(count)
-        self.remaining = np.full(count, settings.max_new_tokens)
         self.seconds = np.zeros((count, 5))  # see `Seconds`
         self.laps = Laps(self.device)
         # Requests, [B, 3] verified/accepted/committed, and of the block its tokens and confidence (distributions would fill the memory).
@@ -111,15 +118,17 @@ class _Batch:
 
     def _prefill(self) -> None:
         """Run the prompts through target and drafter context, and draw each request's first token."""
-        lengths = torch.tensor([len(prompt) for prompt in self.prompts], device=self.device)
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(prompt)) for prompt in self.prompts], batch_first=True).to(self.device)
-        step = max(1, PREFILL_TOKENS // len(self.prompts))
+        prompts = [torch.tensor(list(self.prompts[request])) for request in self.requests]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)
+        step = max(1, PREFILL_TOKENS // len(prompts))
         last = torch.zeros((), device=self.device)
         for begin in range(0, padded.shape[1], step):
             chunk = padded[:, begin : begin + step]
             counts = (lengths - begin).clamp(0, chunk.shape[1])
             states = self.target.forward(self.cache, chunk, counts, capture=self.drafter is not None)
-            self._extend(states.features, counts, chunk)
+            self._commit(states.features, counts, chunk)
+            self._extend()
             hidden = states.hidden[torch.arange(len(counts), device=self.device), (counts - 1).clamp(min=0)]
             last = torch.where((lengths > begin)[:, None], hidden, last)  # in the end, that of each prompt's last piece
         logits = self.target.logits(last)
@@ -174,13 +183,9 @@ class _Batch:
         kept_of_block = (None, None) if block is None else (block.tokens, block.confidence)
         self.log.append((requests, np.stack([lengths, accepted, kept], axis=1), *kept_of_block))
         self.remaining = self.remaining - kept
-        stay = self._leave(stopped, stopped | (self.remaining == 0))
-        self.laps.lap("other")
-        if stay is not None and states.features is not None:
-            self._extend(states.features[stay], committed[stay], tokens[stay])
-        elif stay is None:
-            self._extend(states.features, committed, tokens)
-        end = self.laps.lap("draft")
+        self._commit(states.features, committed, tokens)
+        self._leave(stopped, stopped | (self.remaining == 0))
+        end = self.laps.lap("other")
         self.policy.observe(RoundOutcome(requests, drafted, lengths, accepted, confidence, end - start, drafted_at - start))
         parts = self.laps.seconds
         spent = np.array([0.0, parts["draft"], parts["head"], parts["verify"], self.laps.lap("other") - start])
@@ -191,6 +196,7 @@ class _Batch:
         width = int(drafted.max())
         if self.drafter is None or self.context is None or width == 0:
             return None
+        self._extend()
         context, anchor, positions, streams = self.context, self.anchor, self.cache.lengths, self.streams
         # A request near its end has no room for a draft, but taking it out costs more than drafting for it.
         some = np.flatnonzero(drafted) if (drafted[self.remaining > 1] == 0).any() else None
@@ -213,19 +219,32 @@ class _Batch:
             return Verdict(counts, sample(probs, final))
         return verify_sampled(block.tokens, counts, block.probs, probs, self.streams.uniform(Draw.ACCEPT, block.tokens.shape[1]), final)
 
-    def _extend(self, features: Tensor | None, counts: Tensor, tokens: Tensor) -> None:
-        """Append newly committed positions to the drafter's context; the anchor itself has not been through the target yet."""
-        if self.drafter is not None and self.context is not None and features is not None and len(counts):
-            self.drafter.extend_context(self.context, features, counts, tokens)
+    def _commit(self, features: Tensor | None, counts: Tensor, tokens: Tensor) -> None:
+        """Newly committed positions, whose features the drafter's context will want; the anchor has not been through the target yet."""
+        if features is not None:
+            self.behind.append((features, counts, tokens))
+        if len(self.behind) > MOST_BEHIND:
+            self._extend()
 
-    def _leave(self, stopped: np.ndarray, finished: np.ndarray) -> Tensor | None:
-        """Take finished requests out of the batch.
+    def _extend(self) -> None:
+        """Bring the drafter's context up to date. Rounds without a draft have no use for that, and all at once it costs less."""
+        if self.drafter is None or self.context is None or not self.behind:
+            return
+        features, counts, tokens = self.behind[0]
+        if len(self.behind) > 1:
+            features, tokens = (torch.cat([part[i] for part in self.behind], dim=1) for i in (0, 2))
+            given = torch.cat([torch.arange(part[2].shape[1], device=self.device) < part[1][:, None] for part in self.behind], dim=1)
+            counts = given.sum(1)
+            # Each request's own ones first, in their order.
+            order = (~given).byte().argsort(dim=1, stable=True)[:, : int(counts.max())]
+            features, tokens = features.take_along_dim(order[..., None], 1), tokens.take_along_dim(order, 1)
+        self.behind.clear()
+        self.drafter.extend_context(self.context, features, counts, tokens)
 
-        Returns:
-            The old slots of the requests that stay, in their new order; None where nobody left.
-        """
+    def _leave(self, stopped: np.ndarray, finished: np.ndarray) -> None:
+        """Take finished requests out of the batch."""
         if not finished.any():
-            return None
+            return
         gone = np.flatnonzero(finished)
         lengths = self.produced.tolist()
         for slot in gone:
@@ -239,11 +258,11 @@ class _Batch:
         self.requests, self.remaining = self.requests[order], self.remaining[order]
         self.anchor, self.produced, self.output = self.anchor[stay], self.produced[stay], self.output[stay]
         self.streams.select(stay)
+        self.behind = [(features[stay], counts[stay], tokens[stay]) for features, counts, tokens in self.behind]
         if room:
             self.cache.select(order.tolist())
             if self.context is not None:
                 self.context.select(order.tolist())
-        return stay
 
     def _rounds(self) -> list[list[Round]]:
         """Sort the log by request."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decoding.cache import RaggedCache
 from decoding.errors import DecodingError
-from decoding.ragged import RaggedRows, ragged_attention
+from decoding.ragged import RaggedRows, neighbours, ragged_attention
 from drafters.config import DrafterConfig
 from drafters.errors import DrafterError
 from drafters.family import TargetFamily, family_of
@@ -112,43 +112,35 @@ class TransformersTarget:
             DecodingError: where the padded block does not fit into the cache.
         """
         width = tokens.shape[1]
-        span = int(cache.lengths.max()) + width
+        keys = cache.lengths.cpu().numpy() + width
+        span = int(keys.max())
         if span > cache.max_length:
             raise DecodingError(f"A pass reaches position {span}, the cache has room for {cache.max_length}. Ask new_cache for more.")
         positions = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
-        ragged = RaggedRows.of(counts, width) if width > 1 and self.config._attn_implementation == "sdpa" else None
-        masks = self._masks(positions, span)
+        masks, more = self._masks(positions, span), dict[str, Any]()
+        ragged = None
+        if self.config._attn_implementation == "sdpa":
+            more["parts"] = neighbours(keys)
+            ragged = RaggedRows.of(counts, width) if width > 1 else None
         with self._captured(capture) as streams, ragged_attention(self.config):
             if ragged is None or len(ragged.rows) == tokens.numel():
                 cache.begin(positions, span)
-                out = self._decoder(input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)
+                out = self._decoder(tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True, **more)
                 hidden, features = out.last_hidden_state, streams
             else:
-                hidden, features = self._forward_ragged(cache, tokens, positions, span, masks, ragged, streams)
+                cache.begin(positions, span, ragged)
+                out = self._decoder(
+                    ragged.pack(tokens),
+                    attention_mask=masks,
+                    position_ids=ragged.pack(positions),
+                    past_key_values=cache,
+                    use_cache=True,
+                    ragged=ragged,
+                    **more,
+                )
+                hidden, features = ragged.pad(out.last_hidden_state), [ragged.pad(stream) for stream in streams]
         cache.lengths = cache.lengths + counts
         return TargetStates(hidden, torch.cat(features, dim=-1) if features else None)
-
-    def _forward_ragged(
-        self,
-        cache: RaggedCache,
-        tokens: Tensor,
-        positions: Tensor,
-        span: int,
-        masks: Tensor | dict[str, Tensor],
-        ragged: RaggedRows,
-        streams: list[Tensor],
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The real tokens only; padded again afterwards."""
-        cache.begin(positions, span, ragged)
-        out = self._decoder(
-            input_ids=ragged.pack(tokens),
-            attention_mask=masks,
-            position_ids=ragged.pack(positions),
-            past_key_values=cache,
-            use_cache=True,
-            ragged=ragged,
-        )
-        return ragged.pad(out.last_hidden_state), [ragged.pad(stream) for stream in streams]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

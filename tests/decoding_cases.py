@@ -73,10 +73,10 @@ def greedy_reference(family: str, prompt: tuple[int, ...], new_tokens: int) -> l
 class ScriptCache:
     """Which request sits in which row, kept where a drafter keeps its keys, and the features it was given."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64)
-        self.keys: list[Tensor] = [torch.arange(batch_size)]
-        self.features: list[list[Tensor]] = [[] for _ in range(batch_size)]
+    def __init__(self, requests: list[int]) -> None:
+        self.lengths = torch.zeros(len(requests), dtype=torch.int64)
+        self.keys: list[Tensor] = [torch.tensor(requests)]
+        self.features: list[list[Tensor]] = [[] for _ in requests]
 
     def select(self, rows) -> None:
         self.keys, self.lengths = [self.keys[0][list(rows)]], self.lengths[list(rows)]
@@ -87,10 +87,17 @@ class ScriptCache:
 
 
 class ScriptedDrafter:
-    """Drafts what a function of (request, position) says, with the given certainty; no head, no confidence unless asked for."""
+    """Drafts what a function of (request, position) says, with the given certainty; no head, no confidence unless asked for.
 
-    def __init__(self, script, block_length: int = 4, vocab: int = VOCAB, confidence: bool = False, sharpness: float = 6.0) -> None:
+    A request is the place of its prompt in one batch, `prompts`; the decoder's first slot is that of the longest. In batches of another
+    size it is the slot.
+    """
+
+    def __init__(
+        self, script, block_length: int = 4, vocab: int = VOCAB, confidence: bool = False, sharpness: float = 6.0, prompts=PROMPTS
+    ) -> None:
         self.script, self.vocab, self.sharpness = script, vocab, sharpness
+        self.order = sorted(range(len(prompts)), key=lambda request: -len(prompts[request]))
         sizes = {"hidden_size": HIDDEN, "vocab_size": vocab, "captured_layers": len(LAYERS)}
         self.config = SimpleNamespace(block_length=block_length, chain=False, **sizes)
         self.head = None
@@ -98,7 +105,7 @@ class ScriptedDrafter:
         self.caches: list[ScriptCache] = []
 
     def new_cache(self, batch_size: int, max_length: int) -> ScriptCache:
-        self.caches.append(ScriptCache(batch_size))
+        self.caches.append(ScriptCache(self.order if len(self.order) == batch_size else list(range(batch_size))))
         return self.caches[-1]
 
     def extend_context(self, cache: ScriptCache, features: Tensor, counts: Tensor, tokens: Tensor) -> None:

@@ -60,8 +60,8 @@ def test_greedy_output_is_the_targets_own(family, batch_size, kind):
     target = TransformersTarget(tiny_model(family), LAYERS)
     settings = SamplingSettings(max_new_tokens=NEW)
     for start in range(0, len(PROMPTS), batch_size):  # the scripts know requests by their place in one batch
-        drafter = None if kind == "none" else ScriptedDrafter(shifted(family, kind, start))
         prompts = PROMPTS[start : start + batch_size]
+        drafter = None if kind == "none" else ScriptedDrafter(shifted(family, kind, start), prompts=prompts)
         for offset, generation in enumerate(speculative_decode(target, drafter, prompts, settings, batch_size=batch_size)):
             assert generation.tokens == references(family)[start + offset]
             assert generation.finish_reason == "length"

@@ -5,6 +5,7 @@ import torch
 from decoding_cases import FAMILIES, LAYERS, PROMPTS, tiny_model
 from torch.testing import assert_close
 
+from decoding import ragged
 from decoding.errors import DecodingError
 from decoding.target import TransformersTarget
 
@@ -37,9 +38,12 @@ def test_prefill_of_ragged_prompts_equals_each_prompt_alone(family, attention):
         assert_close(states.features[row, :n], features, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "each-apart"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollback_and_leaving_rows_equal_a_fresh_prefill(family):
+def test_rollback_and_leaving_rows_equal_a_fresh_prefill(family, apart, monkeypatch):
     """Blocks of different lengths, cut back at random, rows leaving on the way: what is left behaves as if nothing had been taken back."""
+    if apart:
+        monkeypatch.setattr(ragged, "_KEYS_OF_A_CALL", 0)
     model = tiny_model(family)
     target = TransformersTarget(model, LAYERS)
     random = torch.Generator().manual_seed(0)
