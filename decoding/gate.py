@@ -10,6 +10,10 @@ import numpy as np
 
 from decoding.calibration import Calibrator
 from decoding.policies import Policy, RoundOutcome
+from decoding.rounds import RecordedRounds
+
+MEMORY = 8.0
+"""Observations of a request after which one's weight has fallen to 1/e."""
 
 
 class DraftCosts(Protocol):
@@ -43,19 +47,21 @@ class DraftGate(Policy):
         costs: DraftCosts,
         prior: np.ndarray,
         shorter: Mapping[int, np.ndarray] | None = None,
-        memory: float = 8.0,
+        trust: float = 1.0,
+        memory: float = MEMORY,
         probing: float = 0.02,
     ) -> None:
         """
         Args:
             prior: [g] survival that a request is credited with before anything is known of it.
             shorter: by block length w below g, [w] measured survival of such blocks over that of whole ones. None: only whole blocks.
-            memory: observations of a request after which one's weight has fallen to 1/e.
+            trust: how much of a request's deviation from the prior to believe, see `trust_in_past`.
+            memory: as `MEMORY`.
             probing: share of the time that may go into trying requests that are passed over.
         """
         self.inner, self.calibrator, self.costs = inner, calibrator, costs
         self.name = f"gate + {inner.name}"
-        self.prior, self.blend = np.asarray(prior, dtype=np.float64), 1 - float(np.exp(-1 / memory))
+        self.prior, self.trust, self.blend = np.asarray(prior, dtype=np.float64), trust, _blend(memory)
         self.probing, self._saved = probing, 0.0  # seconds that may be spent so by now
         self.ratios = {**(shorter or {}), len(self.prior): np.ones_like(self.prior)}
         self._lengths = list(self.ratios)
@@ -72,7 +78,8 @@ class DraftGate(Policy):
     def plan(self, requests: np.ndarray, limits: np.ndarray) -> np.ndarray:
         limits = self.inner.plan(requests, limits)
         known = [self._known.setdefault(request, self.prior.copy()) for request in requests.tolist()]
-        survival = np.where(np.arange(len(self.prior)) < limits[:, None], np.stack(known), 0.0)
+        expected = self.prior + self.trust * (np.stack(known) - self.prior)
+        survival = np.where(np.arange(len(self.prior)) < limits[:, None], expected, 0.0)
         widths = np.minimum(self._best(survival), limits)
         idle = (widths == 0) & (limits > 0)
         return np.where(idle, np.minimum(limits, self._probe(len(requests), int(idle.sum()))), widths)
@@ -135,3 +142,26 @@ class DraftGate(Policy):
             drafting = [self.costs.block_seconds(count, length) for count in counts for length in self._lengths]
             self._priced[requests] = np.array(counts), seconds, np.array(drafting)
         return self._priced[requests]
+
+
+def trust_in_past(rounds: RecordedRounds, calibrator: Calibrator, prior: np.ndarray, memory: float = MEMORY) -> float:
+    """How much of what a request's past confidences promise above or below the prior comes true: 0 nothing, 1 all of it.
+
+    Confidences err, most of all on prompts other than those they were calibrated on, and a request's past says little of its future. A
+    gate that believes all of it drafts where drafting does not pay. By least squares over whole blocks of all positions.
+    """
+    survival = calibrator.survival(np.nan_to_num(rounds.confidence))
+    whole = np.flatnonzero((rounds.drafted == rounds.block) & (rounds.verified == rounds.block))
+    survived, request, mean, blend = rounds.survived, -1, prior, _blend(memory)
+    promised, came = np.zeros((2, len(whole), rounds.block))
+    for row, at in enumerate(whole):
+        if rounds.request[at] != request:
+            request, mean = int(rounds.request[at]), prior
+        promised[row], came[row] = mean - prior, survived[at] - prior
+        mean = mean + blend * (survival[at] - mean)
+    spread = float((promised * promised).sum())
+    return float(np.clip((promised * came).sum() / spread, 0, 1)) if spread else 1.0
+
+
+def _blend(memory: float) -> float:
+    return 1 - float(np.exp(-1 / memory))

@@ -73,12 +73,13 @@ Shorter = Mapping[int, np.ndarray]
 
 
 def make_policy(
-    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, shorter: Shorter
+    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, trust: float, shorter: Shorter
 ) -> Policy:
     """A policy with its own memory.
 
     Args:
         prior: [g] survival that the gate credits a new request with.
+        trust: how much the gate believes of what a request's past says.
         shorter: block lengths that the gate may choose besides whole blocks.
 
     Raises:
@@ -99,13 +100,17 @@ def make_policy(
             raise JobError(
                 f"schedule {schedule.name!r} gates drafting by its cost, and there is no cost table: run `python -m pipelines.profile`"
             )
-        policy = DraftGate(policy, calibrator, table, prior, shorter)
+        policy = DraftGate(policy, calibrator, table, prior, shorter, trust)
     policy.name = schedule.name
     return policy
 
 
 def contender(
-    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, shorter: Shorter
+    schedule: ScheduleConfig, calibrator: Calibrator, table: ThroughputTable | None, prior: np.ndarray, trust: float, shorter: Shorter
 ) -> Contender:
     """For the simulator: a policy of its own for each replica."""
-    return Contender(schedule.name, lambda: make_policy(schedule, calibrator, table, prior, shorter), schedule.policy != "none", shorter)
+
+    def make() -> Policy:
+        return make_policy(schedule, calibrator, table, prior, trust, shorter)
+
+    return Contender(schedule.name, make, schedule.policy != "none", shorter)

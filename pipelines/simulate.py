@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from pydantic import BaseModel, ConfigDict, Field
 
 from decoding.calibration import Calibrator
+from decoding.gate import trust_in_past
 from decoding.rounds import RecordedRounds
 from decoding.settings import SamplingSettings
 from decoding.simulator import Contender, Poisson, Served, Traces, closed, open_loop
@@ -185,12 +187,16 @@ class Bench:
     def prior(self) -> np.ndarray:
         return np.array(self.record.acceptance if self.record else (0.5,) * self.table.block)
 
+    @cached_property
+    def trust(self) -> float:
+        return trust_in_past(self.rounds, self.calibrator, self.prior)
+
     @property
     def shorter(self) -> dict[int, np.ndarray]:
         return {one.length: np.array(one.ratios) for one in self.record.shorter} if self.record else {}
 
     def contender(self, schedule: ScheduleConfig, calibrator: Calibrator | None = None, table: ThroughputTable | None = None) -> Contender:
-        return contender(schedule, calibrator or self.calibrator, table or self.table, self.prior, self.shorter)
+        return contender(schedule, calibrator or self.calibrator, table or self.table, self.prior, self.trust, self.shorter)
 
     def schedule(self, schedule: ScheduleConfig) -> Schedule:
         """To be run on the real decoder."""
@@ -198,11 +204,11 @@ class Bench:
             schedule.model_dump_json(),
             self.calibrator.temperatures if schedule.reads_confidence else None,
             (self.table.to_json(), self.prior.tolist()) if not schedule.fixed else None,
-            {length: ratios.tolist() for length, ratios in self.shorter.items()} if schedule.gate else None,
+            ({length: ratios.tolist() for length, ratios in self.shorter.items()}, self.trust) if schedule.gate else None,
         ]
         return Schedule(
             schedule.name,
-            lambda: make_policy(schedule, self.calibrator, self.table, self.prior, self.shorter),
+            lambda: make_policy(schedule, self.calibrator, self.table, self.prior, self.trust, self.shorter),
             self.contender(schedule),
             schedule.fixed,
             hashlib.blake2b(repr(decides_by).encode(), digest_size=8).hexdigest(),

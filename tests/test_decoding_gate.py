@@ -8,9 +8,10 @@ import torch
 from decoding_cases import LAYERS, PROMPTS, chi_square_p, greedy_reference, tiny_drafter, tiny_model
 
 from decoding.calibration import Calibrator
-from decoding.gate import DraftGate
+from decoding.gate import DraftGate, trust_in_past
 from decoding.loop import speculative_decode
 from decoding.policies import HardwareAware, Policy, RoundOutcome
+from decoding.rounds import RecordedRounds
 from decoding.settings import SamplingSettings
 from decoding.target import TransformersTarget
 
@@ -126,6 +127,63 @@ def test_probing_takes_no_more_than_its_share_of_the_time(requests):
     plans, costs = run(one, 1000, [0.02] * requests), Costs(0.3)
     spent = sum(costs.block_seconds(np.count_nonzero(plan), max(plan)) + 0.1 * sum(plan) for plan in plans)
     assert 0.015 < spent / (1000 * (1 + 0.1 * requests)) <= 0.02
+
+
+def test_what_is_expected_lies_between_the_prior_and_the_past_by_trust():
+    """A request that shows 0.9 in each round is drafted for where that is believed, and tried only where it is not."""
+    plans = {trust: run(gate(0.15, prior=0.05, probing=0.1, trust=trust), 60, [0.9])[-20:] for trust in (0.0, 1.0)}
+    assert all(plan[0] > 1 for plan in plans[1.0])
+    assert {plan[0] for plan in plans[0.0]} == {0, 1}
+    one = gate(0.15, trust=0.5)
+    one._known[0] = np.array([0.9, 0.8, 0.7, 0.6])
+    seen = []
+    one._best = lambda survival: seen.append(survival) or np.zeros(1, dtype=np.int64)
+    one.plan(np.arange(1), np.array([3]))
+    assert seen[0] == pytest.approx(np.array([[0.7, 0.525, 0.4125, 0.0]]))
+
+
+def recorded(confidence, accepted, requests):
+    """Rounds of whole blocks, `requests` of equal length."""
+    count, block = confidence.shape
+    request = np.repeat(np.arange(requests), count // requests)
+    whole = np.full(count, block)
+    names = np.zeros(requests, dtype=np.int64)
+    return RecordedRounds(request, whole, whole.copy(), accepted, accepted + 1, confidence, names, names.astype(str), names)
+
+
+def test_trust_is_what_of_the_past_comes_true():
+    random, requests, rounds = np.random.default_rng(2), 300, 100
+    own = np.repeat(random.uniform(0.1, 0.9, requests), rounds)[:, None]
+    true, other = np.broadcast_to(own, (len(own), 2)), np.repeat(random.uniform(0.1, 0.9, requests), rounds)[:, None]
+    accepted = np.cumprod(random.random(true.shape) < true, axis=1).sum(1)
+    prior = np.array([0.5, np.mean(own**2)])
+    believe = {
+        name: trust_in_past(recorded(confidence, accepted, requests), Calibrator.identity(2), prior)
+        for name, confidence in {"true": true, "of others": np.broadcast_to(other, true.shape), "doubled": 0.5 + 1.2 * (true - 0.5)}.items()
+    }
+    assert believe["true"] == pytest.approx(1, abs=0.03)
+    assert believe["of others"] == pytest.approx(0, abs=0.08)
+    assert 0.7 < believe["doubled"] < 0.9
+
+
+def test_trust_is_a_least_squares_slope_of_whole_blocks():
+    random, memory = np.random.default_rng(3), 3.0
+    confidence, accepted = random.random((60, 2)), random.integers(0, 3, 60)
+    rounds = recorded(confidence, accepted, 4)
+    rounds.drafted[[3, 20]], rounds.verified[41] = 1, 1  # no whole blocks: left out
+    prior, calibrator, x, y = np.array([0.4, 0.2]), Calibrator((1.5, 0.8)), [], []
+    for request in range(4):
+        mean = prior
+        for at in range(15 * request, 15 * request + 15):
+            if at in (3, 20, 41):
+                continue
+            survival = calibrator.survival(confidence[at])
+            x += list(mean - prior)
+            y += [float(accepted[at] > k) - prior[k] for k in range(2)]
+            mean = np.exp(-1 / memory) * mean + (1 - np.exp(-1 / memory)) * survival
+    slope = np.linalg.lstsq(np.array(x)[:, None], np.array(y), rcond=None)[0][0]
+    assert 0 < slope < 1
+    assert trust_in_past(rounds, calibrator, prior, memory) == pytest.approx(slope)
 
 
 def test_limits_hold_and_the_inner_policy_still_decides():
