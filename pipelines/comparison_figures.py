@@ -79,44 +79,47 @@ def benchmark_figure(results: Sequence[DrafterResult]) -> Figure:
 
 def has_depths(results: Sequence[DrafterResult]) -> bool:
     """Whether drafters of one kind differ in depth."""
-    return _vary(results, lambda result: (result.kind, result.block_length), lambda result: result.layers)
+    return bool(_by_depth(results))
 
 
 def has_block_lengths(results: Sequence[DrafterResult]) -> bool:
     """Whether drafters of one kind differ in block length."""
-    return _vary(results, lambda result: (result.kind, result.layers), lambda result: result.block_length)
+    return bool(_by_block_length(results))
 
 
 @styled
 def depth_figure(results: Sequence[DrafterResult]) -> Figure:
-    """Macro accepted length against the number of drafter layers, one line a kind (and block length)."""
+    """Macro accepted length against the number of drafter layers, one line a kind (and block length) that has several depths."""
     figure = Figure(figsize=(4.9, 3.3))
     axes = figure.subplots()
-    _lines(axes, results, lambda result: result.layers, lambda result: (result.kind, result.block_length), "block length")
+    _draw(axes, _by_depth(results), lambda result: result.layers)
     axes.set(xlabel="drafter layers", ylabel="accepted length τ, macro")
+    figure.legend(loc="outside upper left")
     return figure
 
 
 @styled
 def block_figure(results: Sequence[DrafterResult], costs: Sequence[HeadCost]) -> Figure:
-    """Macro accepted length against block length, one line a kind (and depth); where measured, what the head adds to a round."""
-    measured = [(cost, result) for cost in costs for result in results if result.name == cost.drafter]
-    figure = Figure(figsize=(4.9 if not measured else 9.8, 3.3))
-    panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
-    _lines(panels[0], results, lambda result: result.block_length, lambda result: (result.kind, result.layers), "layers")
+    """Macro accepted length against block length, one line a kind (and depth) that has several; where measured, what the head adds to a
+    round.
+    """
+    overheads = {cost.drafter: 100 * cost.overhead for cost in costs}
+    lines = _by_block_length(results)
+    figure = Figure(figsize=(4.9 if not overheads else 9.8, 3.3))
+    panels = figure.subplots(1, 2 if overheads else 1, squeeze=False)[0]
+    _draw(panels[0], lines, lambda result: result.block_length)
     panels[0].set(xlabel="block length (draft tokens)", ylabel="accepted length τ, macro")
-    if measured:
+    if overheads:
         panels[0].set_title("Accepted length")
-        lines = list(dict.fromkeys((result.kind, result.layers) for result in drafting(results)))  # in the colours of the left panel
-        for index, line in enumerate(lines):
-            points = sorted((r.block_length, 100 * cost.overhead) for cost, r in measured if (r.kind, r.layers) == line)
+        for index, members in enumerate(lines.values()):
+            points = [(result.block_length, overheads[result.name]) for result in members if result.name in overheads]
             if points:
-                colour, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
-                panels[1].plot(*zip(*points, strict=True), color=colour, marker=marker, label=f"{line[0]}, layers {line[1]}")
-        panels[1].set(xlabel="block length (draft tokens)", ylim=(0, None), xticks=sorted({result.block_length for _, result in measured}))
+                panels[1].plot(*zip(*points, strict=True), color=SERIES[index % len(SERIES)], marker=MARKERS[index % len(MARKERS)])
+        ticks = sorted({result.block_length for members in lines.values() for result in members})
+        panels[1].set(xlabel="block length (draft tokens)", ylim=(0, None), xticks=ticks)
         panels[1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
         panels[1].set_title(f"Sequential head's part of a round, batch {costs[0].batch}")
-        panels[1].legend(loc="best")
+    figure.legend(loc="outside upper left", ncols=1 if not overheads else 2)
     return figure
 
 
@@ -184,45 +187,44 @@ def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
-def _vary(results: Sequence[DrafterResult], line: Callable[[DrafterResult], object], value: Callable[[DrafterResult], int]) -> bool:
-    found: dict[object, set[int]] = {}
-    for result in drafting(results):
-        found.setdefault(line(result), set()).add(value(result))
-    return any(len(values) > 1 for values in found.values())
+Lines = dict[str, list[DrafterResult]]
+
+
+def _by_depth(results: Sequence[DrafterResult]) -> Lines:
+    return _lines(results, lambda result: (result.kind, result.block_length), lambda result: result.layers, "blocks of {}")
+
+
+def _by_block_length(results: Sequence[DrafterResult]) -> Lines:
+    return _lines(results, lambda result: (result.kind, result.layers), lambda result: result.block_length, "{} layers")
 
 
 def _lines(
-    axes: Axes,
-    results: Sequence[DrafterResult],
-    x: Callable[[DrafterResult], int],
-    line: Callable[[DrafterResult], tuple[str, int]],
-    other: str,
-) -> None:
-    """One line for each `line(result)`, named by its first part, and by its second where one kind has several."""
-    lines: dict[tuple[str, int], list[DrafterResult]] = {}
+    results: Sequence[DrafterResult], line: Callable[[DrafterResult], tuple[str, int]], x: Callable[[DrafterResult], int], other: str
+) -> Lines:
+    """Drafters by `line`, those lines alone where x differs, in its order. A name says the second part where a kind has several lines."""
+    groups: dict[tuple[str, int], list[DrafterResult]] = {}
     for result in drafting(results):
-        lines.setdefault(line(result), []).append(result)
-    for index, ((kind, fixed), members) in enumerate(lines.items()):
-        members.sort(key=x)
-        several = sum(name == kind for name, _ in lines) > 1
+        groups.setdefault(line(result), []).append(result)
+    groups = {key: sorted(members, key=x) for key, members in groups.items() if len({x(member) for member in members}) > 1}
+    kinds = [kind for kind, _ in groups]
+    return {kind if kinds.count(kind) == 1 else f"{kind}, {other.format(fixed)}": members for (kind, fixed), members in groups.items()}
+
+
+def _draw(axes: Axes, lines: Lines, x: Callable[[DrafterResult], int]) -> None:
+    for index, (name, members) in enumerate(lines.items()):
         taus = [result.tau_macro for result in members]
-        colour = SERIES[index % len(SERIES)]
-        at = [x(result) for result in members]
         axes.errorbar(
-            at,
+            [x(result) for result in members],
             [tau.value for tau in taus],
             yerr=np.array([_reach(tau) for tau in taus]).T,
-            color=colour,
+            color=SERIES[index % len(SERIES)],
             marker=MARKERS[index % len(MARKERS)],
             capsize=3,
             elinewidth=1.2,
-            label=f"{kind}, {other} {fixed}" if several else kind,
+            label=name,
         )
-    ticks = sorted({x(result) for result in drafting(results)})
-    axes.set_xticks(ticks)
+    axes.set_xticks(sorted({x(result) for members in lines.values() for result in members}))
     axes.set_ylim(bottom=1)
-    if len(lines) > 1:
-        axes.legend(loc="best")
 
 
 def _reach(tau: Estimate) -> tuple[float, float]:

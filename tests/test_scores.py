@@ -244,6 +244,18 @@ def test_depth_and_block_length_are_drawn_only_where_they_vary():
     assert not comparison.has_block_lengths([results["dspark"], results["dflash"], results[PLAIN]])
 
 
+def test_drafters_that_vary_alone_are_lines():
+    """Others would be lone points in the way."""
+    report = compared()
+    by_block = comparison.block_figure(report.drafters, report.head_costs)
+    by_depth = comparison.depth_figure(report.drafters)
+    for figure, x in ((by_block, lambda result: result.block_length), (by_depth, lambda result: result.layers)):
+        results = {result.name: result for result in report.drafters}
+        wanted = sorted(x(results[name]) for name in ("dspark", "dspark long" if figure is by_block else "dspark deep"))
+        drawn = [list(bars.lines[0].get_xdata()) for bars in figure.axes[0].containers]
+        assert drawn == [wanted]
+
+
 def test_the_page_compares_and_shows_what_was_rejected():
     report = compared()
     evil = "<script>alert(1)</script>"
