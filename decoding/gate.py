@@ -22,6 +22,9 @@ class DraftCosts(Protocol):
     def seconds(self, requests: int) -> np.ndarray:
         """Of a round that drafts whole blocks for all, by tokens in the target's pass."""
 
+    def plain_seconds(self, requests: int) -> float:
+        """Of a round without a draft."""
+
     def block_seconds(self, requests: int, length: int) -> float:
         """Of drafting blocks of `length` tokens for that many requests."""
 
@@ -68,7 +71,7 @@ class DraftGate(Policy):
         self._scale = np.zeros((len(self._lengths), len(self.prior)))  # [lengths, g] of a block's survival over a whole one's
         for row, length in enumerate(self._lengths):
             self._scale[row, :length] = self.ratios[length]
-        self._priced: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._priced: dict[int, tuple[float, np.ndarray, np.ndarray, np.ndarray]] = {}
         self._known: dict[int, np.ndarray] = {}  # by request [g], running mean of its calibrated survival, as of whole blocks
 
     def begin(self) -> None:
@@ -89,9 +92,9 @@ class DraftGate(Policy):
         if not idle:
             return 0
         shortest = min(self._lengths)
-        _, seconds, _ = self._prices(requests)
-        self._saved += self.probing * seconds[0]
-        price = self.costs.block_seconds(idle, shortest) + seconds[idle * shortest] - seconds[0]
+        plain, _, seconds, _ = self._prices(requests)
+        self._saved += self.probing * plain
+        price = self.costs.block_seconds(idle, shortest) + seconds[idle * shortest] - plain
         if self._saved < price:
             return 0
         self._saved -= price
@@ -118,7 +121,7 @@ class DraftGate(Policy):
     def _best(self, survival: np.ndarray) -> np.ndarray:
         """[R] block lengths with the highest expected throughput; all 0 where drafting does not pay at all."""
         requests, block = survival.shape
-        counts, seconds, drafting = self._prices(requests)
+        plain, counts, seconds, drafting = self._prices(requests)
         order = np.argsort(-survival.sum(1), kind="stable")
         # All choices at once, [counts, lengths, R, g]: every round pays for this search.
         values = np.minimum(survival[order] * self._scale[:, None], 1.0)
@@ -127,20 +130,20 @@ class DraftGate(Policy):
         rate = np.where(falling > 0, (requests + falling.cumsum(1)) / (seconds[1 : 1 + requests * block] + drafting[:, None]), 0.0)
         highest = rate.max(1)
         best, chosen = int(highest.argmax()), np.zeros(requests, dtype=np.int64)
-        if highest[best] > requests / seconds[0]:
+        if highest[best] > requests / plain:
             count, length = divmod(best, len(self._lengths))
             chosen[order[: counts[count]]] = self._lengths[length]
         return chosen
 
-    def _prices(self, requests: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For that many requests: how many of them may be drafted for, seconds of the target's pass by draft tokens in it, and seconds of
-        drafting by count and length.
+    def _prices(self, requests: int) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+        """For that many requests: seconds of a round without a draft; how many of them may be drafted for; seconds of the target's pass by
+        draft tokens in it; seconds of drafting by count and length.
         """
         if requests not in self._priced:
             counts = sorted({max(round(share * requests), 1) for share in self.SHARES})
             seconds = self.costs.seconds(requests)[requests:] - self.costs.block_seconds(requests, len(self.prior))
             drafting = [self.costs.block_seconds(count, length) for count in counts for length in self._lengths]
-            self._priced[requests] = np.array(counts), seconds, np.array(drafting)
+            self._priced[requests] = self.costs.plain_seconds(requests), np.array(counts), seconds, np.array(drafting)
         return self._priced[requests]
 
 

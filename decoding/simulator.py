@@ -222,7 +222,7 @@ class Replica:
 
     def _cost(self, requests: int, planned: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
         """(seconds of the round, of them drafting)."""
-        if not self.contender.drafted:
+        if not self.contender.drafted or not planned.any():
             return self.table.plain_seconds(requests), 0.0
         whole = float(self.table.seconds(requests)[requests + int(lengths.sum())])
         cost = self.table.block_seconds if self.policy.shortens else self.table.draft_seconds
